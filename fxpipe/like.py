@@ -30,15 +30,11 @@ class TensorLike:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorLike:
-        if tensor.layout not in (torch.strided, torch.jagged):
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
             raise RunError(
-                f"an input of shape {list(tensor.shape)} is of layout {tensor.layout}, which cannot be cut into rows; "
-                "pass what it is made of, such as indices and values, and make it in forward"
-            )
-        if tensor.is_nested and tensor.layout is torch.strided:
-            raise RunError(
-                f"an input is a nested tensor of {tensor.size(0)}, which has no shape; pass its values padded, with a "
-                "mask or lengths, or packed, with batch_dim={name: fxpipe.Packed(counts)}, and make it in forward"
+                f"an input is a {kind}, which cannot be cut into rows; pass its values padded, with a mask or lengths, "
+                "or packed, with batch_dim={name: fxpipe.Packed(counts)}, or indices and values, and make it in forward"
             )
         return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 

@@ -253,14 +253,8 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
-    return *own, *GLOBAL_HOOKS
-
-
-GLOBAL_HOOKS: tuple[Mapping[int, Any], ...] = (
-    *(module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks),
-    *(module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks),
-)
-"""The tables of global module hooks; always the same objects."""
+    before, behind = module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks
+    return *own, before, behind, module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks
 
 
 def has_hooks(tensor: Tensor) -> bool:

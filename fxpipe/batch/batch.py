@@ -8,9 +8,8 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-from fxpipe.batch.counts import Counts
 from fxpipe.batch.description import Description, described, example_of
-from fxpipe.batch.rows import row_count, split_rows
+from fxpipe.batch.rows import Counts, row_count, split_rows
 from fxpipe.batch.rules import InRows, PartSizes, rule_of
 from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, counted
@@ -111,9 +110,4 @@ def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Descr
 
 def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
     """The description with ``likes`` in place of its own inputs."""
-    return tuple(
-        (name, described(likes[name], not any(type(leaf) is str for leaf in entry.detail[1])))
-        if name in likes
-        else (name, entry)
-        for name, entry in description
-    )
+    return tuple((name, described(likes[name]) if name in likes else entry) for name, entry in description)

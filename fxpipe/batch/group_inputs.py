@@ -162,16 +162,10 @@ class GroupInputs:
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
-        text += f" has shapes {shapes_of(column)} for micro-batches of {list(rows)} rows:"
-        if not fits:
-            raise RunError(
-                f"{text} none of its dimensions is that of its rows; give it one in front of the boundary (where it "
-                "holds k values for each row, by .unflatten(0, (-1, k)))"
-            )
         raise RunError(
-            f"{text} dimensions {fits[0]} and {fits[1]} could both be that of its rows: make them differ, with another "
-            "number of micro-batches or rows; or, where it holds numbers between rows of one micro-batch, gather what "
-            "it is computed from, and compute it behind the boundary"
+            f"{text} has shapes {shapes_of(column)} for micro-batches of {list(rows)} rows: its rows are in one "
+            f"dimension, and {len(fits)} could be it. Give it rows in front of the boundary (k values for each row: "
+            ".unflatten(0, (-1, k))), or another number of rows; compute numbers between rows behind the boundary"
         )
 
     # over the replicas

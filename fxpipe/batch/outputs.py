@@ -93,10 +93,9 @@ class OutputRows:
             return False
         shapes = [list(tensor.shape) for tensor in tensors_in(parts[0])]
         raise RunError(
-            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of "
-            f"{self.sizes[0]} rows, with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an "
-            "entry for each row, or all rows in each of its tensors; make them differ, with another number of "
-            "micro-batches or rows; or return a dict of tensors where each has all rows"
+            f"{_called(where)} is a {type(parts[0]).__name__} of {len(parts[0])} for a micro-batch of as many rows, "
+            f"with tensors of shapes {', '.join(map(str, shapes))}, so that it could have an entry for each row, or "
+            "all rows in each of its tensors; take another number of micro-batches, or return a dict of tensors"
         )
 
     def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
@@ -118,9 +117,8 @@ class OutputRows:
         spec = flat[0][1]
         if len({str(spec) for _, spec in flat}) > 1:
             raise RunError(
-                f"{_called(where)} has another structure for each micro-batch or group of them, which cannot be put "
-                f"together: {shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or "
-                "tensors with rows"
+                f"{_called(where)} has another structure for each micro-batch or group of them: "
+                f"{shown([str(spec) for _, spec in flat])}; return a list with a dict for each row, or tensors"
             )
         if spec.is_leaf():
             return self._join_leaf(outputs, shares, where)
@@ -149,35 +147,31 @@ class OutputRows:
         if len({beside(part, along) for part in column}) > 1:
             raise RunError(
                 f"{_called(where)} has shapes {shapes_of(column)}, one for each micro-batch or group of them, which "
-                f"are of different sizes beside their rows, in dimension {along}: what is computed between the rows of "
-                "one, such as logits, is no one tensor where they differ. Evaluate a batch that divides evenly, which "
-                "puts one under the other; or return what it is computed from, and compute it of evaluate's output"
+                f"are of different sizes beside their rows, in dimension {along}, as logits between rows are; evaluate "
+                "a batch that divides evenly, or return what it is computed from, and compute it of evaluate's output"
             )
         return torch.cat(list(column), along)
 
     def _rows_along(self, column: Sequence[Tensor], where: Where) -> int | None:
         """The dimension in which each part has its micro-batch's rows: the inputs' or 0. None if neither has them."""
-        fits, sizes = self.dims_in(column), list(self.sizes)
-        if len(fits) > 1:
+        fits, shapes = self.dims_in(column), f"{shapes_of(column)} for micro-batches of {list(self.sizes)} rows"
+        if len(fits) == 1:
+            return fits[0]
+        if fits:
             raise RunError(
-                f"{_called(where)} has shapes {shapes_of(column)} for micro-batches of {sizes} rows, so that "
-                f"dimensions {fits[0]} and {fits[1]} could both be that of its rows, or of those of a packed "
-                "input; make them differ: with another number of micro-batches or rows, or by .unsqueeze(0) where "
-                "its rows are in dimension 0"
+                f"{_called(where)} has shapes {shapes}, so that dimensions {fits[0]} and {fits[1]} could both be that "
+                "of its rows, or of those of a packed input; make them differ: with another number of micro-batches "
+                "or rows, or by .unsqueeze(0) where its rows are in dimension 0"
             )
         if len({part.dim() for part in column}) > 1:
             raise RunError(
-                f"{_called(where)} has as many dimensions as rows allow, shapes {shapes_of(column)} for micro-batches "
-                f"of {sizes} rows: squeeze() drops the dimension of a single row, too; write squeeze(-1), or which "
-                "dimension is meant"
+                f"{_called(where)} has shapes {shapes}: squeeze() drops the dimension of a single row, too; write "
+                "squeeze(-1), or which dimension is meant"
             )
-        if not fits and where not in self.logged:
+        if where not in self.logged:
             self.logged.add(where)
-            log(
-                f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: "
-                f"{shapes_of(column)} for micro-batches of {sizes} rows"
-            )
-        return fits[0] if fits else None
+            log(f"fxpipe: evaluate gives {_called(where)} as a list, a tensor for each micro-batch: {shapes}")
+        return None
 
 
 def without_entries(output: Any) -> Any:

@@ -30,19 +30,15 @@ class Flags:
     def difference(self, other: Flags, model: nn.Module) -> str:
         """The difference between the models of two ranks, in words. ``model``: either model, for names. States may
         differ: the captures in these states tell whether that matters."""
-        sizes = [f"{len(flags.training)} modules with {len(flags.trainable)} parameters" for flags in (self, other)]
-        if sizes[0] != sizes[1]:
-            return f"the models that they were given, of {' and '.join(sizes)}"
-        if self.training != other.training:
-            return f"the training flag of {_first_apart(self.training, other.training, model.named_modules())}"
-        if self.trainable != other.trainable:
-            return f"the requires_grad of {_first_apart(self.trainable, other.trainable, model.named_parameters())}"
+        for what, mine, its, named in (
+            ("training flag", self.training, other.training, model.named_modules()),
+            ("requires_grad", self.trainable, other.trainable, model.named_parameters()),
+        ):
+            if mine != its:
+                pairs = zip(named, zip(mine, its, strict=False), strict=False)
+                first = next((name for (name, _), (flag, its_flag) in pairs if flag != its_flag), "")
+                return f"the {what} of {first or 'the model'}"
         return ""
-
-
-def _first_apart(mine: bytes, its: bytes, named: Iterable[tuple[str, Any]]) -> str:
-    """The name of the first module or parameter whose flags differ; both ranks have the flags in the same order."""
-    return next(name or "the model" for (name, _), flag, other in zip(named, mine, its, strict=True) if flag != other)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -71,8 +71,7 @@ class InRows(NotSplit):
             if not isinstance(leaf, (Tensor, *PLAIN)) and has_numbers(leaf):
                 raise RunError(
                     f"input {self.path!r} is or holds a {type(leaf).__name__}, which is not cut as tensors are; pass "
-                    "tensors, as torch.as_tensor or dict() makes them, in a dict or a tuple, or a dataclass registered "
-                    "by torch.export.register_dataclass; or make it for each micro-batch, and call step_microbatches; "
+                    "tensors (torch.as_tensor, dict()); or make it for each micro-batch, and call step_microbatches; "
                     f"or write {written(self.path, 'None')} where each micro-batch takes all of it, or "
                     f"{written(self.path, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
                 )
@@ -110,12 +109,6 @@ class InRows(NotSplit):
             return [block_mask_part(leaf, start, size) for start, size in _spans(sizes)]
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return [leaf] * len(sizes)
-        if leaf.is_nested:
-            raise RunError(
-                f"input {self.path!r} is a nested tensor, which torch cannot cut into rows; pass its values padded, "
-                f"with a mask or lengths, or packed, with {written(self.path, 'fxpipe.Packed(counts)')}; or write "
-                f"{written(self.path, 'None')} if each micro-batch takes all of it"
-            )
         return torch.split(leaf, list(sizes), self.dim)
 
     def join(self, parts: Sequence[Any]) -> Any:

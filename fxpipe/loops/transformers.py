@@ -25,8 +25,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 import fxpipe
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import counts_of
 from fxpipe.batch.description import bind, describe
+from fxpipe.batch.rows import counts_of
 from fxpipe.distributed.processes import process_place
 from fxpipe.errors import RunError
 from fxpipe.loops.replica_batches import ReplicaBatches, SeededRows, part_of

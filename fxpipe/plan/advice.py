@@ -10,6 +10,7 @@ from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plan.placement import Place
 from fxpipe.plan.plan_state import WORTH_IT, PlanState
+from fxpipe.plan.tables import choose_table
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
@@ -48,7 +49,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     """The change that helps most for the first plan, at each stage's measured costs."""
     graph, schedule, options = planning.first.graph, planning.first.schedule, planning.options
     family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
-    staged = None if planning.shown is None else planning.tables.stage_work(planning.shown, graph.placement)
+    staged = None if planning.shown is None else planning.captures.stage_work(planning.shown, graph.placement)
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
     if options.recompute is True:  # by the placement: where it saves memory
@@ -59,8 +60,9 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
     if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
-        tables = replace(planning.tables, first=None, again=None, captures=replace(planning.captures, searched=None))
-        planned = tables.choose(replace(graph, placement=best.layout.rank_of), planning.shown).simulate(costs).makespan
+        anew = replace(planning.with_captures(searched=None), plans={}, again=None)
+        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), planning.shown)
+        planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
         best = best if best.seconds < seconds * (1 - WORTH_IT) else None
     after = graph.placement if best is None else best.layout.rank_of

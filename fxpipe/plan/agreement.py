@@ -5,11 +5,9 @@ A rank's inputs → a digest → the plan. The ranks settle a new digest once, b
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,11 +16,10 @@ import torch
 from torch import nn
 
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import Counts, check_cut, counts_of, merge_counts
 from fxpipe.batch.description import Description, bind, check_calls, describe, for_any_words, merge
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
-from fxpipe.batch.rows import whole_lists
+from fxpipe.batch.rows import Counts, check_cut, counts_of, merge_counts, whole_lists
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
@@ -39,7 +36,6 @@ from fxpipe.plan.together import plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.stage.modes import Ambient
-from fxpipe.torch_compat import GLOBAL_HOOKS
 from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.request import target_of
 
@@ -143,7 +139,6 @@ class Agreement:
         self._pairs = set(pairs(planning.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a forgotten number is never used again
-        self._known_hooks = sum(map(len, GLOBAL_HOOKS))
         self._lists: set[str] = set()  # lists that a warning has named as not split
         self.dropped: list[int] = []
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
@@ -165,15 +160,13 @@ class Agreement:
                 raise RunError(
                     "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
                 )
-            self._log_hooks()
             if not split_evenly:
                 check_calls(calls)
             if not calls:
                 raise RunError("a step needs at least one micro-batch")
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
-            # Python's numbers are described only if a capture is tied to them: otherwise each number makes a new kind.
-            described = tuple(describe(values, self.planning.needs_shapes, objects) for values in given)
+            described = tuple(describe(values, objects) for values in given)
             self._take(planning := self.planning.at_present(objects))
             if planning.captures.any_words:
                 described = tuple(map(for_any_words, described))
@@ -221,14 +214,6 @@ class Agreement:
             "optimizer; write values into what there is, as parameter.data.copy_() does, and load_state_dict() "
             "without assign=True, or change the model before fxpipe.compile"
         )
-
-    def _log_hooks(self) -> None:
-        if sum(map(len, GLOBAL_HOOKS)) > self._known_hooks and self.planning.captures.own_stages is None:
-            self._known_hooks = sys.maxsize
-            log(
-                "fxpipe: a hook for all modules was registered after fxpipe.compile; it is called for submodules that "
-                "stages call as they are, and not for those that were traced through: register it before"
-            )
 
     def _signature_for(self, training: bool) -> inspect.Signature:
         """The signature of a call. In evaluation the target of a loss function is optional."""
@@ -292,8 +277,7 @@ class Agreement:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
                 except Unanswered as error:
                     self._take(self.planning.asking(error))
-                    described = tuple(describe(values, self.planning.needs_shapes) for values in given)
-                    proposal = self._answered(replace(proposal, given=described), given)
+                    proposal = self._answered(proposal, given)
                     continue
                 # a plan for any shapes is stored under the pattern without shapes
                 rows = everyone if agreed.pattern in self.planning.plans else None
@@ -356,7 +340,7 @@ class Agreement:
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
-        with phase("capture"), self._naming_reads(pattern):
+        with phase("capture"):
             planning, plan = plan_together(self._transport, ("pipe",), partial(self.planning.plan, pattern, sample))
         self._take(planning)
         # 2. Process groups for pairs of ranks without earlier messages; all ranks create the groups in the same order.
@@ -378,29 +362,6 @@ class Agreement:
         self.planning, places = self.planning.with_row_places(plan, pattern) if joins else (self.planning, {})
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
-
-    @contextlib.contextmanager
-    def _naming_reads(self, pattern: Pattern) -> Iterator[None]:
-        """If the ranks' models are in different states, an error inside names the attributes that differ."""
-        try:
-            yield
-        except Unanswered:
-            raise
-        except Exception as error:
-            if not pattern.flags.states:
-                raise
-            first, *others = self._transport.gather("pipe", self.planning.captures.reads.described())
-            differ = [
-                f"{name} is {first.get(name, 'absent')} on {member(self._transport, 'pipe', 0)} and "
-                f"{other.get(name, 'absent')} on {member(self._transport, 'pipe', rank)}"
-                for rank, other in enumerate(others, 1)
-                for name in {**first, **other}
-                if first.get(name) != other.get(name)
-            ]
-            raise RunError(
-                f"{error}\nforward reads attributes that differ between these ranks: {'; '.join(differ[:5])}; change "
-                "the model that was given to compile in the same way on every rank"
-            ) from error
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
         for rank, proposal in enumerate(proposals):
@@ -457,11 +418,6 @@ class Agreement:
     @property
     def _are_many(self) -> bool:
         return len(self._settled) > KINDS or len(self.planning.captures.by_pattern) > MOST
-
-    @property
-    def graphs(self) -> list[StageGraph]:
-        """The stages of all known kinds."""
-        return self.planning.graphs
 
     @property
     def plans(self) -> list[Plan]:

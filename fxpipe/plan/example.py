@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import check_cut, counts_of
 from fxpipe.batch.description import Description, bind, describe, required_names
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import GivenInputs, Pattern, pattern_of
+from fxpipe.batch.rows import check_cut, counts_of
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
@@ -42,10 +42,11 @@ _WRAPPERS = {
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     """RunError if ``model`` is no model, or if the model would ignore an option."""
     if isinstance(model, StageGraph):
-        if options.loss_fn is not None:
-            raise RunError("loss_fn= is for traced models; the last of the user's own stages returns the loss")
-        if options.boundaries:
-            raise RunError("boundaries= is for traced models; the user's own stages are cut already")
+        for name in ("loss_fn", "boundaries"):
+            if getattr(options, name):
+                raise RunError(
+                    f"{name}= is for traced models; the user's own stages are cut, and the last returns the loss"
+                )
         check_names(options.batch_dim, model.inputs)
         return
     if not isinstance(model, nn.Module):
@@ -126,7 +127,7 @@ class Example:
     def described(self) -> tuple[list[Description], dict[ObjectValue, Any]]:
         """The description of each micro-batch, and the objects in all of them."""
         objects: dict[ObjectValue, Any] = {}
-        parts = [self.state.items.described(describe(part, True, objects)) for part in self.microbatches]
+        parts = [self.state.items.described(describe(part, objects)) for part in self.microbatches]
         return parts, objects
 
     def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:

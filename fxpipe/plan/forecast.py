@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.preview import Preview, RankPreview
+from fxpipe.plan.tables import saving
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
@@ -78,7 +80,7 @@ class _Forecast:
         assert planning.shown is not None
         self.pattern, self.plan = planning.shown, planning.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = planning.tables.stage_work(self.pattern, self.graph.placement)
+        self.staged = planning.captures.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
@@ -115,7 +117,7 @@ class _Forecast:
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes() if self.staged else None,
-            saving=self.planning.tables.saving(self.plan, self.staged),
+            saving=saving(self.planning, self.staged),
             what=self._what(),
         )
 
@@ -165,9 +167,11 @@ class _Forecast:
 
     def _crosses(self, ranks: Sequence[int]) -> float:
         """The fraction of a ring's links that connect different nodes."""
-        return _leaving(list(ranks), self.topology.ranks_per_node)
-
-    # bytes
+        per_node = self.topology.ranks_per_node
+        if per_node is None:
+            return 0.0
+        nodes = [rank // per_node for rank in ranks]
+        return sum(node != other for node, other in pairwise([*nodes, nodes[0]])) / len(nodes)  # the ring closes
 
     # bytes
 
@@ -285,8 +289,7 @@ class _Forecast:
         node = min(map(len, self.topology.shard_groups()))
         shards = self.account.shards if zero else node if 1 < node < data else data
         replicas, part = data // shards, (shards - 1) / shards
-        per_node, groups = self.topology.ranks_per_node, self.topology.groups(BATCH)
-        crossing = max(_leaving(group, per_node) for group in groups) if shards == data else 0.0
+        crossing = max(map(self._crosses, self.topology.groups(BATCH))) if shards == data else 0.0
         # In a ring of S ranks, a reduce-scatter or an all-gather sends (S - 1) / S of a tensor, an all-reduce twice as
         # much. zero=2 runs a reduce-scatter for each micro-batch.
         times = {0: 2, 2: self.schedule.microbatches}.get(zero, 1)
@@ -376,18 +379,7 @@ class Sent:
 
 
 class DataTraffic(NamedTuple):
-    """The bytes that a rank sends over the data axis in a step."""
+    """The bytes that a rank sends over the data axis in a step: for sums of gradients, and gathers of parameters."""
 
     sums: list[Sent]
-    """Sums of gradients."""
     gathers: list[Sent]
-    """Gathers of parameters."""
-
-
-def _leaving(group: list[int], per_node: int | None) -> float:
-    """The fraction of a ring's links that connect different nodes."""
-    if per_node is None:
-        return 0.0
-    # The ring closes, from the last rank to the first.
-    nodes = [rank // per_node for rank in group]
-    return sum(node != other for node, other in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / len(group)

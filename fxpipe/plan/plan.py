@@ -1,18 +1,20 @@
-"""Plan: all facts about a step that are known before it runs."""
+"""Plan: all facts about a step that are known before it runs; and ``Planned``, the plans made so far."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.device import with_shared_names
+from fxpipe.distributed.topology import Topology
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import Options
 from fxpipe.plain_data import digest_of
-from fxpipe.schedules.action import Op
+from fxpipe.plan.capture.captures import Captures
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -70,9 +72,6 @@ class Plan:
         captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
         return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
 
-    def __str__(self) -> str:
-        return f"{self.graph}\n{self.schedule}"
-
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:
         """For each micro-batch, the stages whose backward the table splits into I and W."""
@@ -92,15 +91,29 @@ class Plan:
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
     @cached_property
-    def forward_digests(self) -> tuple[int, ...]:
-        """A number for each row: rows with equal numbers begin the forwards of stages in the same order."""
-        rows = [[str(action.stage) for action in row if action.op is Op.F] for row in self.schedule.rows]
-        return tuple(digest_of(dict.fromkeys(row)) for row in rows)
-
-    @cached_property
     def digest(self) -> str:
         """A hash of ``description``."""
         return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """The plans made so far, and what they were made from."""
+
+    topology: Topology
+    options: Options
+    captures: Captures
+    """The source of the stages: captures of the model, or the user's own stages."""
+    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
+    shown: Pattern | None = None
+    """The pattern of the first plan, with its shapes."""
+    again: frozenset[str] | None = None
+    """The names of the recomputed stages, if they were chosen before the first plan."""
+
+    @property
+    def first(self) -> Plan:
+        """The first plan. All later plans must have its stages."""
+        return next(iter(self.plans.values()))
 
 
 def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:

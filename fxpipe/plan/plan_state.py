@@ -28,12 +28,11 @@ from fxpipe.plan.capture.captures import LATER, Captured, Captures
 from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.placement import check_replicated, place_stages
-from fxpipe.plan.plan import Plan, values_of
+from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
-from fxpipe.plan.tables import Tables, tells_bytes
+from fxpipe.plan.tables import choose_table
 from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
-from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import in_ms
@@ -48,23 +47,12 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class PlanState:
+class PlanState(Planned):
     """The planner's knowledge of a model (or of the user's own stage graph) on a topology. Making a plan returns a new
     state; if a rank fails to make the plan, all ranks keep the old state."""
 
-    topology: Topology
-    options: Options
-    captures: Captures
-    """The source of the stages: captures of the model, or the user's own stages."""
-    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
-    shown: Pattern | None = None
-    """The pattern of the first plan, with its shapes."""
     places: Mapping[Hashable, Places] = field(default_factory=dict)
     """The row dimensions of gathered values, for each kind of batch."""
-    again: frozenset[str] | None = None
-    """The names of the recomputed stages, if they were chosen before the first plan."""
-    by_shapes: Costs | None = None
-    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
     adopt: Callable[[StageGraph], StageGraph] | None = None
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
@@ -73,12 +61,6 @@ class PlanState:
         """The state before the first plan. ``device``: the device on which a model without a device will run."""
         options = options.for_calls()
         return PlanState(topology, options, Captures.empty(model, options, topology, device))
-
-    @property
-    def tables(self) -> Tables:
-        """The ``Tables`` that choose the schedule table of the next plan."""
-        first = self.first if self.plans else None
-        return Tables(self.options, self.captures, first, self.shown, self.again, self.by_shapes)
 
     @property
     def ranks(self) -> int:
@@ -118,11 +100,6 @@ class PlanState:
         return self.options.microbatches_on(self.ranks)
 
     @property
-    def first(self) -> Plan:
-        """The first plan. All later plans must have its stages."""
-        return next(iter(self.plans.values()))
-
-    @property
     def leaves_unused(self) -> bool:
         """Whether the stages of the first plan leave some parameter or some persistent buffer unused."""
         # Buffers with persistent=False do not count: many models hold such tables unread, and no checkpoint saves them.
@@ -133,11 +110,6 @@ class PlanState:
     def graphs(self) -> list[StageGraph]:
         """The stages of all plans, each once."""
         return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
-
-    @property
-    def needs_shapes(self) -> bool:
-        """Whether the stages are valid only for the shapes and the Python numbers with which they were captured."""
-        return self.captures.by_value or any(pattern.shapes for pattern in self.plans)
 
     def with_captures(self, **changes: Any) -> PlanState:
         """The state with these changes of its captures."""
@@ -182,7 +154,7 @@ class PlanState:
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
             return self, same
-        captured = _captured(capturing, pattern, sample)
+        captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
         state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
@@ -193,7 +165,6 @@ class PlanState:
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
-            state = replace(state, by_shapes=state.tables.costs_by_shapes(pattern, joint(graphs)))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
@@ -275,12 +246,8 @@ class PlanState:
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        if family.costs is not None and not tells_bytes(family.costs) and self.by_shapes is not None:
-            family = replace(family, costs=family.costs.or_else(self.by_shapes))
         options = replace(self.options, schedule=family)
-        state = replace(self, options=options, again=self.first.graph.recomputed)
-        assert state.shown is not None
-        state = replace(state, by_shapes=state.tables.costs_by_shapes(state.shown, self.first.graph), plans={})
+        state = replace(self, options=options, again=self.first.graph.recomputed, plans={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
@@ -337,7 +304,7 @@ class PlanState:
     ) -> Plan:
         """The plan that runs the table chosen for these graphs. ``captures``: the patterns of the graphs' captures."""
         graph = joint(graphs)
-        schedule = self.tables.choose(graph, pattern)
+        schedule = choose_table(self, graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
@@ -389,15 +356,6 @@ class PlanState:
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
-
-
-def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> list[Captured]:
-    """The capture of each micro-batch. Gathered stages are captured for the rows of a group."""
-    wrong = capturing.captures.wrong
-    captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
-    if capturing.captures.wrong == wrong:
-        return captured
-    return _captured(capturing, pattern, sample)  # capturing a group found the micro-batches' tracer wrong
 
 
 def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:

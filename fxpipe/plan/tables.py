@@ -1,24 +1,23 @@
 """Tables: chooses the table of a plan: the user's own, a table that a family makes, or the table of an earlier plan.
 
-With ``recompute=``, ``Tables`` also decide which stages run their forward again, by the bytes that this saves.
+With ``recompute=``, also decides which stages run their forward again, by the bytes that this saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
-from fxpipe.graph.ranks import Placement, replicated
+from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
-from fxpipe.plan.capture.captures import Captures
-from fxpipe.plan.plan import Plan
-from fxpipe.schedules import Family, Limited, Problem, ScheduleName, make_table, with_costs
+from fxpipe.plan.plan import Plan, Planned
+from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
 from fxpipe.schedules.families.solve import worthwhile
@@ -31,148 +30,127 @@ if TYPE_CHECKING:
 
 Marked = tuple[bool, ...]
 """Whether each stage is recomputed."""
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Chooses the table of a plan."""
-
-    options: Options
-    captures: Captures
-    first: Plan | None
-    shown: Pattern | None
-    """The pattern of the first plan, with its shapes."""
-    again: frozenset[str] | None
-    """The names of the recomputed stages, if they were chosen before the first plan."""
-    by_shapes: Costs | None
-    """The stages' costs derived from the example's shapes, if a memory limit needs their bytes."""
-
-    def costs_by_shapes(self, pattern: Pattern, graph: StageGraph) -> Costs | None:
-        """The costs from shapes, if the options' family has a memory limit and no bytes in its own costs. ``graph``:
-        the placed stages."""
-        table = self.options.schedule
-        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or self.by_shapes:
-            return self.by_shapes
-        work = self.stage_work(pattern if pattern.shapes else self.shown or pattern, graph.placement)
-        return None if work is None else work.costs_with((bool(self.options.recompute),) * len(graph))
-
-    def choose(self, graph: StageGraph, pattern: Pattern) -> Schedule:
-        """Returns the table of a graph, not yet proven; ScheduleError if no table exists."""
-        table, first = self.options.schedule, self.first
-        tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
-        if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
-            # replicas with different batches then reduce in the same order
-            return replace(first.schedule, edges=graph.stage_edges)
-        if isinstance(table, Schedule) and pattern.training:
-            return self._given(table, graph, pattern.microbatches, tied)
-        costs = self._costs(graph, pattern)
-        make = partial(_built, self._family(), graph, pattern.microbatches, tied, costs)
-        if not pattern.training:
-            return make((False,) * len(graph))
-        recomputed = self.again if first is None else first.graph.recomputed
-        if recomputed is not None:
-            return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
-        return make(self._recomputed(graph, pattern, make))
-
-    def _costs(self, graph: StageGraph, pattern: Pattern) -> Costs | None:
-        """The costs for which a family makes a table; None for the family's own costs, or B = 2 F."""
-        table = self.options.schedule
-        if isinstance(table, Limited) and table.costs is not None:
-            return None
-        if self.first is not None and not isinstance(table, Schedule):
-            return self.first.schedule.costs
-        if self.captures.searched is not None:
-            return self.captures.searched.outcome.costs
-        # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
-        work = self.stage_work(pattern, graph.placement) if replicated(graph.placement) else None
-        return None if work is None else work.costs_with((False,) * len(graph))
-
-    def _given(
-        self, table: Schedule, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
-    ) -> Schedule:
-        """The user's own table, checked and completed for this graph."""
-        if self.options.recompute:
-            raise ScheduleError(
-                "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
-                "name a family"
-            )
-        if table.microbatches != microbatches:
-            raise ScheduleError(
-                f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
-                f"pass microbatches={table.microbatches}"
-            )
-        # A gathered stage has a single action for a group of micro-batches, in a cell such as F0-3.
-        groups = graph.groups(microbatches)
-        if table.groups != groups:
-            raise ScheduleError(
-                f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
-                f"which run for {list(groups)} at once: write F0-3 for a group of four"
-            )
-        backward = tuple(stage.has_backward for stage in graph)
-        schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
-        check_table(schedule)
-        return schedule
-
-    def _family(self) -> ScheduleName | Family:
-        """The family that the options name, with bytes from shapes if it has a memory limit and no bytes of its own."""
-        table: ScheduleName | Family | Schedule = self.options.schedule
-        if isinstance(table, Schedule):
-            return "1f1b"
-        if not isinstance(table, Limited) or table.memory is None or tells_bytes(table.costs) or not self.by_shapes:
-            return table
-        costs = self.by_shapes if table.costs is None else table.costs.or_else(self.by_shapes)
-        return replace(table, costs=costs)
-
-    def _recomputed(self, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
-        """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
-        wanted = self.options.recompute
-        if isinstance(wanted, tuple):
-            for name in wanted:
-                if name not in graph.names:
-                    raise PartitionError(
-                        f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
-                    )
-            return tuple(stage.has_backward and stage.name in wanted for stage in graph)
-        if wanted != AUTO:
-            return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
-        work = self.stage_work(pattern, graph.placement)
-        if work is None:
-            raise ScheduleError(
-                'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
-                "will be passed in calls; for stages of your own, name them: recompute=[...]"
-            )
-        return _fewest(graph, make, work, self.options.memory_per_rank or 0.0)
-
-    def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
-        """The stages' work derived from shapes; None if shapes or costs are not known."""
-        return self.captures.balancing.stage_work(self.captures.first, pattern, placement)
-
-    def saving(self, plan: Plan, work: Staged | None) -> str:
-        """The savings and costs of recomputation, against the table without it, in words; empty if it is off."""
-        if self.options.recompute is False:
-            return ""
-        graph, table = plan.graph, plan.schedule
-        none = (False,) * len(graph)
-        without = _built(self._family(), graph, table.microbatches, table.tied, table.costs, none)
-        again = {stage for stage, _ in table.dependencies.recomputed}
-        # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
-        names = [stage.name for stage in graph if stage.index in again]
-        lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
-        flags = tuple(stage.index in again for stage in graph)
-        costs = (lambda flags: None) if work is None else work.costs_with
-        before, after = without.planned(costs(none)), table.planned(costs(flags))
-        if work is not None:
-            peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
-            pairs = enumerate(zip(*peaks, strict=True))
-            sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
-            lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
-        longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
-        lines.append(f"makespan {longer:+.1%}" + (", at costs by shapes" if work is not None else ", at B = 2 F"))
-        return "\n".join(lines)
-
-
 Make = Callable[[Marked], Schedule]
 """Makes the table in which these stages are recomputed."""
+
+
+def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
+    """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
+    options, first = planned.options, planned.first if planned.plans else None
+    tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
+    if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
+        # replicas with different batches then reduce in the same order
+        return replace(first.schedule, edges=graph.stage_edges)
+    if isinstance(options.schedule, Schedule) and pattern.training:
+        return _given(options, graph, pattern.microbatches, tied)
+    make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
+    if not pattern.training:
+        return make((False,) * len(graph))
+    recomputed = planned.again if first is None else first.graph.recomputed
+    if recomputed is not None:
+        return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
+    return make(_recomputed(planned, graph, pattern, make))
+
+
+def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
+    """The family that the options name, at the costs for which it makes the table; without costs, B = 2 F."""
+    table = planned.options.schedule
+    family = with_costs("1f1b" if isinstance(table, Schedule) else table)
+
+    def costs_by_shapes() -> Costs | None:
+        shaped = pattern if pattern.shapes else planned.shown or pattern
+        work = planned.captures.stage_work(shaped, graph.placement)
+        return None if work is None else work.costs_with((bool(planned.options.recompute),) * len(graph))
+
+    costs = family.costs
+    if costs is None and planned.plans and not isinstance(table, Schedule):
+        costs = planned.first.schedule.costs
+    elif costs is None and planned.captures.searched is not None:
+        costs = planned.captures.searched.outcome.costs
+    elif costs is None and replicated(graph.placement):
+        # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
+        costs = costs_by_shapes()
+    if family.memory is not None and not _tells_bytes(costs) and (known := costs_by_shapes()) is not None:
+        costs = known if costs is None else costs.or_else(known)
+    return replace(family, costs=costs)
+
+
+def _tells_bytes(costs: Costs | None) -> bool:
+    """Whether the costs give some bytes. Bytes from shapes are then not added, since their unit may differ."""
+    return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
+
+
+def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]) -> Schedule:
+    """The user's own table, checked and completed for this graph."""
+    table: Schedule = options.schedule
+    if options.recompute:
+        raise ScheduleError(
+            "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
+            "name a family"
+        )
+    if table.microbatches != microbatches:
+        raise ScheduleError(
+            f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
+            f"pass microbatches={table.microbatches}"
+        )
+    # A gathered stage has a single action for a group of micro-batches, in a cell such as F0-3.
+    groups = graph.groups(microbatches)
+    if table.groups != groups:
+        raise ScheduleError(
+            f"the schedule has actions of {list(table.groups)} micro-batches for the stages {list(graph.names)}, "
+            f"which run for {list(groups)} at once: write F0-3 for a group of four"
+        )
+    backward = tuple(stage.has_backward for stage in graph)
+    schedule = replace(table, edges=graph.stage_edges, backward=backward, stage_names=graph.names, tied=tied)
+    check_table(schedule)
+    return schedule
+
+
+def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
+    """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
+    wanted = planned.options.recompute
+    if isinstance(wanted, tuple):
+        for name in wanted:
+            if name not in graph.names:
+                raise PartitionError(
+                    f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
+                )
+        return tuple(stage.has_backward and stage.name in wanted for stage in graph)
+    if wanted != AUTO:
+        return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
+    work = planned.captures.stage_work(pattern, graph.placement)
+    if work is None:
+        raise ScheduleError(
+            'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
+            "will be passed in calls; for stages of your own, name them: recompute=[...]"
+        )
+    return _fewest(graph, make, work, planned.options.memory_per_rank or 0.0)
+
+
+def saving(planned: Planned, work: Staged | None) -> str:
+    """The savings and costs of recomputation in the first plan, against the table without it, in words; empty if it is
+    off."""
+    if planned.options.recompute is False:
+        return ""
+    assert planned.shown is not None
+    graph, table = planned.first.graph, planned.first.schedule
+    none = (False,) * len(graph)
+    without = _made(_family(planned, graph, planned.shown), graph, table.microbatches, table.tied, none)
+    again = {stage for stage, _ in table.dependencies.recomputed}
+    # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
+    names = [stage.name for stage in graph if stage.index in again]
+    lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
+    flags = tuple(stage.index in again for stage in graph)
+    costs = (lambda flags: None) if work is None else work.costs_with
+    before, after = without.planned(costs(none)), table.planned(costs(flags))
+    if work is not None:
+        peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
+        pairs = enumerate(zip(*peaks, strict=True))
+        sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
+        lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
+    longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
+    lines.append(f"makespan {longer:+.1%}" + (", at costs by shapes" if work is not None else ", at B = 2 F"))
+    return "\n".join(lines)
 
 
 def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:
@@ -182,25 +160,15 @@ def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:
     return same and set(graph.stage_edges) <= set(first.graph.stage_edges)
 
 
-def _built(
-    family: ScheduleName | Family,
-    graph: StageGraph,
-    microbatches: int,
-    tied: tuple[tuple[int, ...], ...],
-    costs: Costs | None,
-    recompute: Marked,
+def _made(
+    family: Limited, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...], recompute: Marked
 ) -> Schedule:
+    """The family's table in which these stages are recomputed."""
     graph.groups(microbatches)  # PartitionError if the groups do not divide the micro-batches
     backward = tuple(stage.has_backward for stage in graph)
     alone = Problem(graph.stage_edges, microbatches, graph.placement, backward, Costs.of(len(graph)))
     groups = groups_behind(graph.gathers, alone) if graph.gathers else None
-    problem = replace(alone, groups=groups, recompute=recompute)
-    return make_table(with_costs(family, costs), problem, graph.names, tied)
-
-
-def tells_bytes(costs: Costs | None) -> bool:
-    """Whether the costs give some bytes. Bytes from shapes are then not added, since their unit may differ."""
-    return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
+    return make_table(family, replace(alone, groups=groups, recompute=recompute), graph.names, tied)
 
 
 def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marked:

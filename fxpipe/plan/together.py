@@ -33,7 +33,7 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
             _check_device(transport, state)
             state, unanswered = plan_first(Example(state, options), answers, keeps_part)
             if unanswered is not None:
-                failure, asked, answers = unanswered, [unanswered.key], Example(state, options).answers
+                failure, asked, answers = unanswered, [unanswered.question.key], Example(state, options).answers
         except Exception as error:  # raised on all ranks below
             failure = error
         for scope in EVERYONE:
@@ -122,14 +122,10 @@ def check_rows(
     gathers, sums = plan.graph.sees_replicas, zero > 1 and training
     if not (gathers or sums or shards_parameters or meets):
         return
-    passes = plan.pass_digests if training else plan.forward_digests
-    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else passes
+    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else plan.pass_digests
     if differing(transport, "data", digests):  # of all rows, so that all ranks of a pipe group raise
-        what = f"zero={zero} sums gradients" if sums else "stages gather parameters"
-        what = "expert and context ranks meet inside of stages" if meets else what
-        what = 'a stage gathers "global"' if gathers else what
         raise RunError(
-            f"{what} in the order of the table, but the replicas run tables of their own; this one's has "
-            f"{len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are cut into as many "
-            f"(drop_last=True in a DataLoader){', or write zero=1' if sums and not gathers and not meets else ''}"
+            "sums and gathers inside of a step run in the order of the table, but the replicas run tables of their "
+            f"own; this one's has {len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are "
+            "cut into as many (drop_last=True in a DataLoader), or, of zero=2, write zero=1"
         )

@@ -54,7 +54,6 @@ class Balanced:
 
     program: Program
     placement: Placement
-    """The rank of each stage."""
     outcome: LayoutOutcome
     others: tuple[LayoutOutcome, ...]
     """The best layouts of other origins, the best first."""
@@ -259,7 +258,6 @@ class Balancing:
     options: Options
     topology: Topology
     device: torch.device
-    """The device on which a model without a device will run."""
     finds_cuts: bool = False
     """Whether a search cuts and places the stages; otherwise the user's marks cut them."""
     costed: tuple[Any, NodeCosts] | None = None

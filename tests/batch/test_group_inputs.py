@@ -53,13 +53,13 @@ def test_of_two_dimensions_with_as_many_the_known_one_is_that_of_the_rows() -> N
     value, rows = torch.randn(4, 8), (4, 4)
     parts = value.split(rows, 1)
     with pytest.raises(
-        RunError, match=r"\[4, 4\] for micro-batches of \[4, 4\] rows: dimensions 0 and 1 could both be"
+        RunError, match=r"\[4, 4\] for micro-batches of \[4, 4\] rows: its rows are in one dimension, and 2 could be"
     ):
         inputs(rows=rows).of_stage("v", "a", parts, range(2), "batch")
     joined, how = inputs(rows=rows, places={("v", 0): (1,)}).of_stage("v", "a", parts, range(2), "batch")
     assert torch.equal(joined, value)
     assert list(how.dims) == [1]
-    with pytest.raises(RunError, match="none of its dimensions is that of its rows"):
+    with pytest.raises(RunError, match="its rows are in one dimension, and 0 could be it"):
         inputs(rows=rows, places={("v", 0): ()}).of_stage("v", "a", parts, range(2), "batch")
 
 

@@ -24,7 +24,7 @@ PLACES = {
     "run/step/step_outcome.py": "weight",
     "run/exchange.py": "message",
     "graph/question.py": "question",
-    "batch/counts.py": "counts",
+    "batch/rows.py": "counts",
     "checkpoint/files/writer.py": "writer",
 }
 """Where the host waits on purpose; of several, the first counts."""

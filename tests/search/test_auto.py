@@ -125,7 +125,7 @@ def test_marked_stages_are_placed_by_what_simulates_best_where_shapes_are_known(
         ({"placement": {"image": 0}}, "leave placement= out"),
         ({"passes": fxpipe.passes.default()}, "leave passes= out"),
         ({"example_kwargs": None}, "needs the shapes of a batch"),
-        ({"schedule": fxpipe.schedules.build("1f1b", [(0, 1)], 4)}, "name a family"),
+        ({"schedule": fxpipe.schedules.build("1f1b", [(0, 1)], 4)}, "leave schedule= out"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], told: str) -> None:

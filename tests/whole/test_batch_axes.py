@@ -552,7 +552,7 @@ def test_other_lengths_on_one_replica_train_and_other_tables_are_refused(pool: P
             wanted = module.get_parameter(name).grad
             assert wanted is not None
             assert_near(gradient, wanted, 2e-6 * float(wanted.abs().max()), name)
-        assert "expert and context ranks meet inside of stages in the order of the table" in run["refused"]
+        assert "sums and gathers inside of a step run in the order of the table" in run["refused"]
 
 
 # --- refused ---

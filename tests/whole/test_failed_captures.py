@@ -15,7 +15,6 @@ from fxpipe.plan import plan_state
 from fxpipe.plan.capture import auto_opaque, capturing
 from fxpipe.plan.capture.capturing import Capturing, Tracing
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.plan.tables import Tables
 from fxpipe.trace.state.reads import Reads
 from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
@@ -35,7 +34,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "capturing": (Capturing, "of"),
     "grouping": (plan_state, "for_groups"),
     "placing": (plan_state, "place_stages"),
-    "choosing a table": (Tables, "choose"),
+    "choosing a table": (plan_state, "choose_table"),
     "lowering": (plan_state, "lower"),
     "proving": (plan_state, "prove"),
     "comparing stages": (PlanState, "_check_same_stages"),

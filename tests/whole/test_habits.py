@@ -268,7 +268,7 @@ def test_a_sparse_input_is_refused_on_all_ranks_alike() -> None:
     def body(rank: int) -> None:
         x, y = torch.ones(4, WIDTH), torch.ones(4, WIDTH)
         step = fxpipe.compile(Three(nn.Identity()), TWO, microbatches=2)
-        with pytest.raises(fxpipe.RunError, match=rf"an input of shape \[4, {WIDTH}\] is of layout torch.sparse"):
+        with pytest.raises(fxpipe.RunError, match=r"an input is a tensor of layout torch.sparse_coo, which"):
             step(x, y.to_sparse() if rank else None)
         step(x, y)
 

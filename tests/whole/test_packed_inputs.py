@@ -293,8 +293,8 @@ def refusals() -> list[str]:
 REFUSED = [
     "the counts of 'pixel_values' sum to 22 for the 5 rows of 'image_grid_thw', and it has 21 rows; they are [4, 6,",
     "the counts of 'image_grid_thw' sum to 5 for the 6 rows of the batch, and it has 4 rows; they are [1, 0, 2, 1, 0",
-    "the counts of 'pixel_values' are (-4, -6, -2, -4, -6); no count is below 0",
-    "the counts of 'pixel_values' are float32 [5]; they are whole numbers in one dimension, one for each row",
+    "the counts of 'pixel_values' are tensor([-4, -6, -2, -4, -6]); they are whole numbers from 0 in one dimension",
+    "the counts of 'pixel_values' are tensor([4., 6., 2., 4., 6.]); they are whole numbers from 0 in one dimension",
     "what counts 'pixel_values' failed: IndexError: Dimension out of range",
     "input 'pixel_values' is counted for the rows of 'image_grid_thw', which no rank was given",
     "the counts of 'image_grid_thw' differ between the ranks of a pipe group: rank 0 counts (1, 0, 2, 1, 0, 1), rank 1",

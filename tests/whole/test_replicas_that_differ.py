@@ -221,9 +221,7 @@ def test_replicas_may_have_different_numbers_of_micro_batches(zero: int, counts:
 
 def test_replicas_must_have_as_many_micro_batches_where_each_is_summed() -> None:
     for text in refusals(lambda rank: stepped_unevenly((1, 2), rank, 2), 4):
-        assert text.startswith(
-            "RunError: zero=2 sums gradients in the order of the table, but the replicas run tables of their own"
-        )
+        assert "in the order of the table, but the replicas run tables of their own" in text
 
 
 def test_a_mean_and_a_sum_for_kinds_of_batch_or_for_replicas_are_refused_on_all_ranks() -> None:

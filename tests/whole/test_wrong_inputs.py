@@ -363,20 +363,6 @@ def test_an_optimizer_that_another_has_replaced_no_longer_steps() -> None:
     third.step()
 
 
-def test_a_hook_for_all_modules_that_comes_after_compile_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is not called for what was traced through."""
-    forward_backward = fxpipe.compile(Chain(), TWO, microbatches=2)
-    hook = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
-    try:
-        forward_backward(X, Y)
-        forward_backward(X, Y)
-        assert capsys.readouterr().err.count("a hook for all modules was registered after fxpipe.compile") == 1
-        fxpipe.compile(Chain(), TWO, microbatches=2)(X, Y)
-    finally:
-        hook.remove()
-    assert "a hook" not in capsys.readouterr().err
-
-
 def test_one_process_says_what_it_leaves_out_of_a_topology() -> None:
     topology = Topology([("pipe", 2), ("data", 2)])
     with pytest.warns(UserWarning, match=r"of one replica: data 2 of the topology is left out; start 4 processes"):

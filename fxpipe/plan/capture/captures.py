@@ -16,12 +16,14 @@ from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
+from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.plan.capture.questions import Questions
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
+from fxpipe.search.simulated_layouts import Staged
 from fxpipe.trace import NEED_SHAPES, Cut
 from fxpipe.trace.checks.sizes import FAMILIES, Family
 from fxpipe.trace.cuts.cuts_by_name import resolve
@@ -91,8 +93,6 @@ class Captures:
     searched: Balanced | None = None
     """The search result for the first capture: its stages, or the ranks of its stages."""
     reads: Reads = field(default_factory=Reads)
-    counts: tuple[int, int] = (0, 0)
-    """The number of captures in evaluation, and in training."""
     reports: tuple[str, ...] = ()
     """The log lines for the user about captures, each line once."""
     whole: tuple[Region, ...] = ()
@@ -102,21 +102,17 @@ class Captures:
     beside: tuple[str, ...] = ()
     """Descriptions of these regions and of the questions about inputs, for ``.stages`` and the preview."""
     observed: tuple[Observed, ...] = ()
-    """The latest observations of opaque regions."""
     unpacked: frozenset[str] = frozenset()
     """The regions whose results forward unpacks."""
     unused: frozenset[str] = frozenset()
     """The parameters and buffers that the first capture does not use."""
     questions: Questions = field(default_factory=Questions)
-    """The questions that forward has asked about its inputs so far."""
     asks_numbers: bool = False
     """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
     any_words: bool = False
     """Whether a capture is valid for any strings. Descriptions then omit strings; later captures try the same first."""
     objects: Mapping[ObjectValue, Any] = field(default_factory=dict)
     """This rank's inputs that are neither tensors nor plain values."""
-    by_value: bool = False
-    """Whether a capture is valid only for some Python numbers, so that descriptions of batches include numbers."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     """Copies of small integer and boolean buffers from the first capture; such buffers may decide sizes."""
 
@@ -127,17 +123,15 @@ class Captures:
         cuts, whole, finds_cuts = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts)
         captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
-        if finds_cuts and isinstance(options.schedule, Schedule):
-            raise RunError('boundaries="auto" finds its own cuts, and the schedule given is for others; name a family')
-        if finds_cuts and options.placement is not None:
-            raise RunError('boundaries="auto" finds its own stages and places them; leave placement= out')
-        if finds_cuts and options.passes is not None:
-            raise RunError('boundaries="auto" cuts in place of the pass partition; leave passes= out')
+        given: dict[str, Any] = {"placement": options.placement, "passes": options.passes}
+        given["schedule"] = options.schedule if isinstance(options.schedule, Schedule) else None
+        for name, value in given.items() if finds_cuts else ():
+            if value is not None:
+                raise RunError(f'boundaries="auto" finds its own stages, and places them; leave {name}= out')
         if whole and options.parallelize is not None:
             raise RunError(
-                f"{whole[0].name} is opaque, and parallelize= works on copies of a stage's modules, which an opaque "
-                "region does not call: it runs the model's own; leave out one of them, or give the stages by "
-                "StageGraph.from_callables, whose modules parallelize= is given"
+                f"{whole[0].name} is opaque, and runs the model's own modules, of which parallelize= changes copies; "
+                "leave out one of them, or give the stages by StageGraph.from_callables"
             )
         return captures
 
@@ -153,10 +147,12 @@ class Captures:
 
     def asking(self, error: Unanswered) -> Captures:
         """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
-        captures = replace(self, asks_numbers=error.numbers)
-        if error.question is None:
-            return replace(captures, by_value=True)
-        return replace(captures, questions=self.questions.with_question(error.question))
+        questions = self.questions.with_question(error.question)
+        return replace(self, asks_numbers=error.numbers, questions=questions)
+
+    def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
+        """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
+        return self.balancing.stage_work(self.first, pattern, placement)
 
     @property
     def inputs_with_objects(self) -> set[str]:

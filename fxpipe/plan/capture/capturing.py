@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
 from fxpipe.batch.batch import joined_description
-from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
+from fxpipe.batch.description import Description, example_of, for_any_words
 from fxpipe.batch.objects import like_of
 from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
-from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
@@ -62,15 +61,14 @@ def _is_block(path: str, module: nn.Module) -> bool:
 
 
 class Examined(NamedTuple):
-    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model."""
+    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model.
+    ``searched`` and ``unused``: as in ``Captures``."""
 
     program: Program
     cut: Program
     captured: Captured
     searched: Balanced | None
-    """The search result for the first capture: its stages, or the ranks of its stages."""
     unused: frozenset[str]
-    """The parameters and buffers that the first capture does not use."""
     checked: str = ""
     """The outcome of the check against the model, in words."""
 
@@ -94,18 +92,7 @@ class Capturing:
         for number in [*range(pattern.microbatches)] * 2:
             pattern = pattern.for_any_words() if self.captures.any_words else pattern
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
-        captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
-        # A later shape may show that a tracer is wrong. Then the next tracer captures all patterns of this mode again.
-        if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
-            others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
-            first = None if pattern.training else self.captures.first
-            self.captures = replace(self.captures, by_pattern=others, families={}, first=first)
-            return self.of(pattern, sample)
-        return captured
-
-    def note_wrong(self, training: bool, tracer: str, why: str) -> None:
-        """Notes that a tracer is wrong in this mode, so that it is not tried again."""
-        self.captures = replace(self.captures, wrong={**self.captures.wrong, (training, tracer): why})
+        return [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The key in ``captures.by_pattern`` of the capture for a micro-batch; makes the capture if none is valid."""
@@ -130,11 +117,10 @@ class Capturing:
             family = captures.families.get(kind, Family())
         key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
         if shape is not None and captured.of_one_shape:
-            for name in known_by_type(shape):
-                raise Unanswered(name, "", captures.asks_numbers)
             families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
-            captures = _reported(replace(captures, families=families), captured, pattern.training)
-        self.captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
+            captures = replace(captures, families=families)
+        captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})
+        self.captures = replace(captures, reports=_reports(captures, key))
         return key
 
 
@@ -367,7 +353,9 @@ class Tracing:
                 return check(captured.graph, request, sample, numbers, holds, self.options.loss_weight)
         except TraceError as error:
             if not sample.later and not request.any_words:  # later, this tracer's other captures are in use
-                self.capturing.note_wrong(request.training, captured.tracer, str(error))
+                captures = self.capturing.captures
+                wrong = {**captures.wrong, (request.training, captured.tracer): str(error)}
+                self.capturing.captures = replace(captures, wrong=wrong)
             raise
 
     def _look_for_rows(self, program: Program) -> None:
@@ -427,13 +415,14 @@ class Tracing:
         return Examined(traced, program, captured, searched, unused_names)
 
 
-def _reported(captures: Captures, captured: Captured, training: bool) -> Captures:
-    """The captures with the reports to the user about one more capture, which is valid for one shape."""
-    evaluations, steps = captures.counts
-    counts = (evaluations, steps + 1) if training else (evaluations + 1, steps)
-    reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
-    if counts[training] == MANY:
-        shapes = [key.shape for key in captures.by_pattern if key.training == training and key.shape is not None]
+def _reports(captures: Captures, key: Pattern) -> tuple[str, ...]:
+    """The reports to the user, with those about the latest capture, of the pattern ``key``."""
+    shapes = [
+        other.shape for other in captures.by_pattern if other.training == key.training and other.shape is not None
+    ]
+    fixed_sizes = captures.by_pattern[key].fixed_sizes
+    reports = [f"fxpipe: {fixed_sizes}"] if fixed_sizes else []
+    if len(shapes) == MANY:
         sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
         by_size = f'sizes of {sizes} change: pad batches to a few sizes; tracer="export" keeps sizes symbolic'
         by_value = (
@@ -442,7 +431,7 @@ def _reported(captures: Captures, captured: Captured, training: bool) -> Capture
         )
         reasons = [by_value] * bool(values) + [by_size] * bool(sizes) or ["each for an outcome of what forward asks"]
         reports.append(f"fxpipe: {MANY} captures by now: {'; '.join(reasons)}")
-    return replace(captures, counts=counts, reports=tuple(dict.fromkeys((*captures.reports, *reports))))
+    return tuple(dict.fromkeys((*captures.reports, *reports)))
 
 
 def _numbers_in(model: nn.Module) -> dict[str, Tensor]:

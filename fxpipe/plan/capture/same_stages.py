@@ -9,10 +9,9 @@ captures the model a second time, for the rows of a group, and the stages after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from fxpipe.batch.batch import joined, joined_description, with_rows
 from fxpipe.batch.description import Description, example_of
@@ -77,8 +76,15 @@ def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
         # Sender and receiver belong to the same graph, so values between two stages may exchange names.
         names = {pair: iter(edges) for pair, edges in between.items()}
         called = {edge: next(names[_pair(edge)]) for edge in graph.edges}
-        stages = tuple(_relabelled(stage, called) for stage in graph)
-        return _with_backward(replace(graph, stages=stages), backward)
+        stages = [
+            replace(
+                stage,
+                inputs=tuple(called[entry] if isinstance(entry, Edge) else entry for entry in stage.inputs),
+                outputs=tuple(called[edge] for edge in stage.outputs),
+            )
+            for stage in graph
+        ]
+        return _with_backward(replace(graph, stages=tuple(stages)), backward)
 
     return each_once(graphs, renamed)
 
@@ -130,15 +136,6 @@ def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
     ]
 
 
-def _relabelled(stage: Stage, called: Mapping[Edge, Edge], **changes: Any) -> Stage:
-    return replace(
-        stage,
-        inputs=tuple(called[entry] if isinstance(entry, Edge) else entry for entry in stage.inputs),
-        outputs=tuple(called[edge] for edge in stage.outputs),
-        **changes,
-    )
-
-
 # --- stages that run for several micro-batches at once ---
 
 
@@ -152,8 +149,7 @@ def for_groups(
     if gathers and len(set(pattern.given)) > 1:
         raise PartitionError(
             f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
-            "values that others have not; order rows so that all have the same, or make a call for each kind, and then "
-            "optimizer.step()"
+            "values that others have not; order rows so that all have the same, or make a call for each kind"
         )
     if not first.of_one_shape:
         return captured
@@ -218,9 +214,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
     """The pattern of a batch whose micro-batches are the groups; stages that gather globally get all replicas' rows."""
     if len(gathered.modes) > 1:
         raise TraceError(
-            'a stage is given values that are gathered as "batch" and as "global", of different numbers of rows, which '
-            'the tracers "export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as '
-            '"global", where each replica computes the loss of all rows'
+            'a stage is given values that are gathered as "batch" and as "global", whose numbers of rows the tracers '
+            '"export" and "record" cannot distinguish; write tracer="symbolic", or gather all of them as "global"'
         )
     shapes: list[Description] = []
     for start in range(0, pattern.microbatches, size):
@@ -230,9 +225,8 @@ def _pattern(pattern: Pattern, gathered: Gathered, size: int, batch_dim: BatchDi
             shape = with_rows(shape, batch_dim, rows)
             if row_count(shape, batch_dim) not in (None, rows):
                 raise TraceError(
-                    "a stage gathers the rows of all replicas, which packed inputs give, and each replica knows its "
-                    'own; the tracers "export" and "record" capture it for all rows: write tracer="symbolic", or '
-                    'gather="batch"'
+                    "a stage gathers the rows of all replicas, of which each has packed inputs of its own; export and "
+                    'record capture it for all rows: write tracer="symbolic", or gather="batch"'
                 )
         shapes.append(shape)
     groups = tuple(shapes)
@@ -250,25 +244,8 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
 
 def _with_stages(single: Captured, group: Captured, stages: Collection[int]) -> Captured:
     """``single`` with these stages of ``group``. PartitionError if the messages of the two captures differ."""
-    # The earlier stages must send exactly the values that the group's stage takes, in order and with equal gradients.
     _, theirs = called_alike([single.graph, group.graph])
-    if _messages(single.graph) != _messages(theirs):
-        raise PartitionError(
-            "the stages captured for the rows of a micro-batch and for those of a group exchange different values, so "
-            f"what is gathered is not what the group's stage takes:\n{single.graph}\n{group.graph}\nkeep code that "
-            "depends on how many rows there are out of the stages before it"
-        )
     merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in single.graph)
     graph = replace(single.graph, stages=merged)
     text, patterns = f"{single.text}\nfor a group: {group.text}", single.patterns + group.patterns
     return replace(single, graph=graph, text=text, patterns=patterns)
-
-
-def _messages(graph: StageGraph) -> list[object]:
-    return [
-        (
-            *(stage.name, [entry for entry in stage.inputs if entry not in stage.sizes]),  # sizes are no messages
-            *(stage.ways, stage.outputs, stage.has_backward),
-        )
-        for stage in graph
-    ]

@@ -310,7 +310,7 @@ class Steps:
             for kind in kinds:
                 record.losses.pop(kind, None)
         self._exchange.forget()
-        self._effects.keep(self.agreement.graphs)
+        self._effects.keep(self.agreement.planning.graphs)
 
     def replan(self, planning: PlanState) -> None:
         """Switches to the plans of another schedule, between two steps of all ranks. Message layouts may change."""

@@ -158,21 +158,6 @@ def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[
         level = below
 
 
-def described_values(name: str, value: Any, deep: int = DEEP) -> Iterator[tuple[str, str]]:
-    """Yields (name, description) of each part of a value: the ``repr`` of a plain value, else the class's name."""
-    reading = reading_of(type(value))
-    items = [] if reading.items is None else reading.items(value)
-    keys: Any = range(len(items))
-    if isinstance(value, dict):
-        keys, items = items[: len(items) // 2], items[len(items) // 2 :]
-    inner = {f"{name}.{attribute}": part for attribute, part in reading.attributes(value).items()}
-    inner |= {f"{name}[{key!r:.80}]": part for key, part in zip(keys, items, strict=True)}
-    if not inner or not deep:
-        yield name, f"{value!r:.80}" if isinstance(value, _PLAIN) else type(value).__name__
-    for path, part in inner.items() if deep else ():
-        yield from described_values(path, part, deep - 1)
-
-
 def alike(first: Any, other: Any) -> bool:
     """Whether two results of ``contents`` are equal."""
     if first is other:

@@ -20,7 +20,7 @@ from fxpipe.errors import RunError, TraceError
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
-from fxpipe.trace.state.contents import alike, contents, described_values
+from fxpipe.trace.state.contents import alike, contents
 
 MOST = 16
 """The most states of a model: an attribute that changes with every step would need a capture in every step."""
@@ -155,12 +155,6 @@ class Reads:
             return None
         key = self._changed(self.states[self.number])
         return None if key is None else self._name(key)
-
-    def described(self) -> dict[str, str]:
-        """The name of each value that captures have read → a description of the present value."""
-        return dict(
-            part for key in self.states[self.number] for part in described_values(self._name(key), self._present(key))
-        )
 
     def _changed(self, state: Mapping[Key, Any]) -> Key | None:
         for key, value in state.items():

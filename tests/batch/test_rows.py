@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from fxpipe import Offsets, Packed, RunError
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.counts import check_cut, counts_of, merge_counts
+from fxpipe.batch.rows import check_cut, counts_of, merge_counts
 
 RULES: Any = {"patches": Packed(lambda lengths, twice=1: lengths * twice), "words": Packed("cu"), "cu": Offsets()}
 
@@ -46,12 +46,13 @@ def test_counts_may_be_of_any_integer_type_a_mask_or_a_list(given: Any, counted:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.ones(2), "the counts of 'y' are float32 [2]; they are whole numbers in one dimension"),
-        ([1.5], "are float32 [1]; they are whole numbers"),
-        (torch.tensor(3), "are int64 []; they are"),
-        ([2, -1], "the counts of 'y' are (2, -1); no count is below 0"),
-        (None, "the counts of 'y' are None; they are a tensor or a list of numbers"),
-        (torch.ones(2, device="meta").int(), "are on the meta device, without numbers"),
+        (torch.ones(2), "the counts of 'y' are tensor([1., 1.]); they are whole numbers from 0 in one dimension"),
+        ([1.5], "are [1.5]; they are whole numbers"),
+        (torch.tensor(3), "are tensor(3); they are"),
+        (torch.ones(2, 2).int(), "they are whole numbers from 0 in one dimension"),
+        ([2, -1], "the counts of 'y' are [2, -1]; they are whole numbers from 0"),
+        (None, "the counts of 'y' are None; they are"),
+        (torch.ones(2, device="meta").int(), "are tensor(..., device='meta', size=(2,), dtype=torch.int32); they are"),
     ],
 )
 def test_what_counts_nothing_is_refused(given: Any, message: str) -> None:
@@ -63,10 +64,14 @@ def test_what_counts_nothing_is_refused(given: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.tensor([1, 3]), "input 'cu' is (1, 3); offsets begin with 0, and none is below the one before it"),
-        (torch.tensor([0, 3, 2]), "offsets begin with 0"),
+        (
+            torch.tensor([1, 3]),
+            "input 'cu' is tensor([1, 3]); offsets are a 1-dimensional tensor of integers that begin",
+        ),
+        (torch.tensor([0, 3, 2]), "begin with 0, and none is below the one before it"),
+        (torch.tensor([], dtype=torch.int), "begin with 0"),
         ([0, 3], "input 'cu' is [0, 3]; offsets are a 1-dimensional tensor of integers"),
-        (torch.tensor([[0, 3]]), "int64 [1, 2]; they are whole numbers in one dimension"),
+        (torch.tensor([[0, 3]]), "tensor([[0, 3]]); they are whole numbers from 0 in one dimension"),
     ],
 )
 def test_offsets_begin_with_0_and_do_not_fall(given: Any, message: str) -> None:
