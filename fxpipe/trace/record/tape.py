@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +14,13 @@ from torch import Tensor
 from fxpipe.device import kinds
 from fxpipe.graph.program import Effects
 from fxpipe.stage.modes import Autocast, Modes
+from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
 from fxpipe.trace.state.snapshot import storage_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 """The arguments of a call."""
-PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-)
-"""Types of the plain values that an argument may have; a graph stores these values as constants."""
 
 
 @dataclass
@@ -223,23 +219,6 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in paths(value) if isinstance(leaf, Tensor)]
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The argument with ``change`` applied to each leaf; tuples, named tuples, lists, dicts and slices stay such."""
-    # a graph accepts a tuple of ints, but no torch.Size
-    if isinstance(value, torch.Size):
-        return tuple(value)
-    if isinstance(value, tuple):
-        parts = [mapped(part, change) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, list):
-        return [mapped(part, change) for part in value]
-    if type(value) is dict:
-        return {key: mapped(part, change) for key, part in value.items()}
-    if isinstance(value, slice):
-        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
-    return change(value)
-
-
 def is_plain(value: Any) -> bool:
     """Whether a graph can hold the argument: tensors and plain values in tuples, lists, dicts and slices."""
     if isinstance(value, Mapping):
@@ -250,7 +229,7 @@ def is_plain(value: Any) -> bool:
         return (type(value) in (tuple, list) or hasattr(value, "_fields")) and all(map(is_plain, value))
     if isinstance(value, slice):
         return all(map(is_plain, (value.start, value.stop, value.step)))
-    return isinstance(value, (Tensor, *PLAIN))
+    return isinstance(value, (Tensor, *PLAIN_LEAF))
 
 
 # --- The graph's nodes for calls that a torch function mode has seen ---

@@ -71,7 +71,6 @@ class Snapshot:
         return any(state.get() != state.before for state in self._generators.values())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that the model holds."""
         return [state.tensor for state in self._tensors.values()]
 
     def changes(self) -> Iterator[str]:
