@@ -17,7 +17,7 @@ from fxpipe.graph.program import Effects, graph_module
 from fxpipe.stage.modes import enter_modes, leave_modes
 from fxpipe.stage.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.opaque import Checkpointed
-from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, tensors
+from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, mapped, tensors
 from fxpipe.trace.state.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
@@ -92,8 +92,8 @@ class _Writer:
         node = self.graph.create_node(
             operation.kind,
             operation.target,
-            fx.node.map_aggregate(operation.args, self.argument),
-            fx.node.map_aggregate(operation.kwargs, self.argument),
+            mapped(operation.args, self.argument),
+            mapped(operation.kwargs, self.argument),
         )
         node.stack_trace = operation.scope.line or None
         node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.scope.stack.items()}

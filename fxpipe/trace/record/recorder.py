@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
@@ -38,6 +38,7 @@ from fxpipe.trace.record.tape import (
     Touched,
     TouchedMode,
     accessed,
+    mapped,
     name_of,
     paths,
     target_of,
@@ -224,7 +225,7 @@ class Recorder(TorchFunctionMode):
         return self._recorded(function, args, kwargs)
 
     def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        args, kwargs = fx.node.map_aggregate((args, kwargs), self._stand_in)
+        args, kwargs = mapped((args, kwargs), self._stand_in)
         self.is_running = True
         try:
             return function(*args, **kwargs)
@@ -301,7 +302,7 @@ class Recorder(TorchFunctionMode):
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
     def as_values(self, arguments: Any) -> Any:
-        return fx.node.map_aggregate(arguments, self._as_value)
+        return mapped(arguments, self._as_value)
 
     def _as_value(self, leaf: Any) -> Any:
         numpy = sys.modules.get("numpy")

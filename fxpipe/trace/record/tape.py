@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,6 +217,23 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 def tensors(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in paths(value) if isinstance(leaf, Tensor)]
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The argument with ``change`` applied to each leaf; tuples, named tuples, lists, dicts and slices stay such."""
+    # not torch.fx's map_aggregate, which reads a ``Listed`` without asking it; a graph accepts no torch.Size
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, tuple):
+        parts = [mapped(part, change) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [mapped(part, change) for part in value]
+    if type(value) is dict:
+        return {key: mapped(part, change) for key, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(part, change) for part in (value.start, value.stop, value.step)))
+    return change(value)
 
 
 def is_plain(value: Any) -> bool:
