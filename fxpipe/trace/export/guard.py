@@ -21,8 +21,8 @@ from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
 from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
-from fxpipe.trace.state.snapshot import storage_of
+from fxpipe.trace.state.attributes import AssignedBuffers, CaptureGuard, put
+from fxpipe.trace.state.snapshot import MISSING, storage_of
 from fxpipe.trace.user_line import definition, is_torchs
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"

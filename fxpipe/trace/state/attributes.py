@@ -24,11 +24,8 @@ from fxpipe.trace.patching import (
 )
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import noting
-from fxpipe.trace.state.snapshot import Snapshot
+from fxpipe.trace.state.snapshot import MISSING, Snapshot
 from fxpipe.trace.user_line import current_line
-
-MISSING: Any = object()
-"""Stands for an attribute that does not exist."""
 
 
 @contextlib.contextmanager
@@ -63,7 +60,7 @@ class CallAttributes:
         """The attributes that forward set before it read them."""
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
 
-    def take(self, module: nn.Module, name: str, value: Any, is_constant: bool = False) -> bool:
+    def take(self, module: nn.Module, name: str, value: Any, is_constant: bool) -> bool:
         """Whether forward may set the attribute. ``is_constant``: whether any call would set the same value, so that
         forward may first have read whether an earlier call has set the attribute."""
         table = vars(module)
