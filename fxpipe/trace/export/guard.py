@@ -82,7 +82,8 @@ class TracingGuard(CaptureGuard):
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        # a cache is set, and put back after the export: the library makes the cache anew
+        # a cache is set, and put back after the export, later than ``own``, since ``may_change`` looks for it: the
+        # library makes the cache anew
         if name in _CACHES:
             table = vars(module)
             self._undo.append(partial(put, table, name, table.get(name, MISSING)))

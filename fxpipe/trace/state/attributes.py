@@ -80,7 +80,6 @@ class CallAttributes:
         return True
 
     def put_back(self) -> None:
-        self.read.clear()
         while self._before:
             (_, name), (table, value) = self._before.popitem()
             put(table, name, value)
