@@ -63,7 +63,8 @@ class ObjectLike:
     is_data: bool = True
     """Whether the object holds tensors, or modules that hold tensors."""
     absent: tuple[str, ...] = ()
-    """The names of the object's attributes that are None, which code may query."""
+    """The names of the object's attributes that are None. fairseq2's models ask this of the ``padding_mask`` of their
+    dataclass ``SequenceBatch``."""
 
     def __repr__(self) -> str:
         return f"an object of class {self.kind}"

@@ -17,10 +17,10 @@ from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree, tensors_in, version_of
 
 PLAIN_LEAF = (
-    *(type(None), bool, int, float, complex, str, bytes),
+    *(type(None), bool, int, float, complex, str, bytes, type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
-"""Types of the values, other than tensors, that may enter or leave a region."""
+"""Types of the values, other than tensors, that a graph stores as constants, and that may enter or leave a region."""
 TENSOR = object()
 """Represents a tensor among the leaves of a region's arguments or results."""
 

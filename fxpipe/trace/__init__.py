@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
@@ -28,7 +26,6 @@ Result = TypeVar("Result")
 
 
 def _traced(tracer: Tracer, request: Request) -> Program:
-    """Runs a tracer in the grad mode of the stages, and returns its program."""
     with plain_modes(grad=request.training):
         return tracer(request)
 
@@ -71,27 +68,24 @@ def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], 
         if name in NEED_SHAPES and request.example is None:
             break
         try:
-            with _entering(request.module) as entered:
-                program = _traced(TRACERS[name], request)
+            program = _traced(TRACERS[name], request)
             return examine(program.replace(refusals=tuple((each.tracer, each.reason) for each in refusals)))
         except TraceError as error:
-            refusals.append(Refusal(name, str(error), len(entered), _refused_in(error, request)))
+            refusals.append(Refusal(name, str(error), _refused_in(error, request)))
     raise _uncaptured(refusals, request, "" if request.example is not None else f"\n{_ASK_FOR_EXAMPLE}")
 
 
 __all__ = ["NEED_SHAPES", "TRACERS", "Cut", "Request", "Tracer", "Uncaptured", "accepted", "capture"]
 
-# --- why no tracer could capture a model, in a few lines, starting with the tracer that got furthest ---
+# --- why no tracer could capture a model, in a few lines ---
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A tracer's refusal. ``entered``: the number of the model's submodules that the tracer had called by then;
-    ``inside``: the submodule or method that could be opaque instead, if known."""
+    """A tracer's refusal. ``inside``: the submodule or method that could be opaque instead, if known."""
 
     tracer: str
     reason: str
-    entered: int
     inside: str = ""
 
 
@@ -186,27 +180,10 @@ def _keep_whole(name: str, request: Request) -> str:
     return f'\nor keep it whole, so that its Python runs in every step: boundaries={{"{name}": {rule}}}' if name else ""
 
 
-@contextlib.contextmanager
-def _entering(module: nn.Module) -> Iterator[set[int]]:
-    """Collects, while this context is open, the called submodules, without torch.nn's, which traces may lack."""
-    own = {id(vars(part)) for part in module.modules() if not type(part).__module__.startswith("torch.nn.")}
-    entered: set[int] = set()
-
-    def note(called: nn.Module, args: Any) -> None:
-        entered.update(own & {id(vars(called))})  # torch.export's stand-in shares the module's __dict__
-
-    handle = register_module_forward_pre_hook(note)
-    try:
-        yield entered
-    finally:
-        handle.remove()
-
-
 def _uncaptured(refusals: Sequence[Refusal], request: Request, hint: str) -> Uncaptured:
-    """The error of several refusals, a line or two each, the most helpful first; among equals, the last tried. The part
-    that could be opaque is that of the first refusal that names a part. The rule to write follows that refusal."""
-    # refusals with advice come first, then refusals that ran further into forward, as they tell more about the model
-    first, *others = every = sorted(refusals, key=lambda r: (bool(r.inside or _in_words(r)[1]), r.entered))[::-1]
+    """The error of several refusals, a line or two each: those with advice first, of these the last tried, which got
+    furthest. The part that could be opaque is that of the first refusal that names one, which the rule follows."""
+    first, *others = every = sorted(refusals, key=lambda r: bool(r.inside or _in_words(r)[1]))[::-1]
     named = next((refusal for refusal in every if refusal.inside), first)
     lines = [f"{first.tracer}: {first.reason}", *("".join(_in_words(refusal)) for refusal in others)]
     lines[every.index(named)] += _keep_whole(named.inside, request)

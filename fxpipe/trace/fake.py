@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -32,8 +31,8 @@ from fxpipe.torch_compat import (
     no_function_modes,
     pytree,
 )
-from fxpipe.trace.patching import patched
-from fxpipe.trace.state.contents import is_library, walk
+from fxpipe.trace.patching import all_patched
+from fxpipe.trace.state.contents import users_modules, walk
 
 _META = torch.device("meta")
 
@@ -136,10 +135,8 @@ _FOUND: WeakKeyDictionary[ModuleType, tuple[list[int], list[Any]]] = WeakKeyDict
 
 def _empty_caches() -> None:
     """Empties each ``functools.lru_cache`` in users' modules, and in their classes, that holds a fake tensor."""
-    named = [(name, module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)]
-    modules = [module for name, module in named if not is_library(name)]
     # a cache with a fake tensor would return that tensor in the first real step
-    for cache in chain(*map(_caches, modules)):
+    for cache in chain(*map(_caches, users_modules())):
         # most caches have not called their functions since the last capture
         if _SEEN.get(cache, 0) != cache.cache_info().misses:
             inside = map(walk, gc.get_referents(cache))
@@ -194,13 +191,9 @@ def needs_values(error: BaseException) -> bool:
     )
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> contextlib.AbstractContextManager[None]:
     """While this context is open, torch logs no failures of operations on fake tensors: the tracer handles failures."""
-    with contextlib.ExitStack() as stack:
-        for name in CAPTURE_LOGS:
-            stack.enter_context(patched(logging.getLogger(name), "disabled", True))
-        yield
+    return all_patched((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
 
 
 _WITHOUT_NUMBERS = (

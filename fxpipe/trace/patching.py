@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -94,15 +95,11 @@ def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable
     return called
 
 
-@contextlib.contextmanager
-def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> Iterator[None]:
+def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> AbstractContextManager[None]:
     """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
     non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
-    with (
-        patched(torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator),
-        patched(torch.utils.checkpoint.CheckpointFunction, "apply", apply),
-    ):
-        yield
+    non_reentrant = torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator
+    return all_patched([non_reentrant, (torch.utils.checkpoint.CheckpointFunction, "apply", apply)])
 
 
 refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
@@ -125,8 +122,7 @@ Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
 """(method's key, the unpatched method, args, kwargs) → the call's result."""
 
 
-@contextlib.contextmanager
-def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterator[None]:
+def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> AbstractContextManager[None]:
     """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes."""
     owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
 
@@ -149,9 +145,19 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Iterat
 
         return call
 
+    patches = {(owner, method): patch(owner, method) for (_, method), owner in owners.items()}
+    return all_patched((owner, method, call) for (owner, method), call in patches.items())
+
+
+Patch = tuple[Any, str, Any]
+"""(owner, attribute name, replacement)"""
+
+
+@contextlib.contextmanager
+def all_patched(patches: Iterable[Patch]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for owner, method in {(owner, method): None for (_, method), owner in owners.items()}:
-            stack.enter_context(patched(owner, method, patch(owner, method)))
+        for patch in patches:
+            stack.enter_context(patched(*patch))
         yield
 
 

@@ -53,6 +53,7 @@ class Word:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
+    # UniPHD of github.com/bo-miao/RefHuman asks isinstance(captions[0], str) before it calls its text encoder
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return str

@@ -27,7 +27,6 @@ def is_users(filename: str) -> bool:
 
 
 def is_torchs(filename: str) -> bool:
-    """Whether a file belongs to torch."""
     return filename.startswith(_LIBRARIES[0])
 
 

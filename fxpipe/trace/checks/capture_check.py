@@ -238,7 +238,6 @@ class _Trial:
         return seen
 
     def model(self, batch: Batch, microbatch: int) -> Seen:
-        """Runs the model on a micro-batch and returns the values to compare."""
         watched = watching(self.request.module, self.request.whole, _Called())
         with watched, within(self.request.autocast):
             result = self.request.call(batch)
@@ -251,7 +250,6 @@ class _Trial:
         return self._seen(result, microbatch, gradients)
 
     def stages(self, batch: Batch, microbatch: int) -> Seen:
-        """Runs the stages on a micro-batch and returns the values to compare."""
         # Stages run as on their ranks, but in one process: an output goes to the stages that take it, and is released.
         arrived: dict[Edge, Any] = {}
         saved: list[Saved] = []

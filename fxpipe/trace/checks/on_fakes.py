@@ -40,7 +40,6 @@ def faked(value: Any, fake: FakeModel) -> Any:
 
 
 def attribute(program: Program, node: Node, fake: FakeModel) -> Any:
-    """The value of a ``get_attr`` node; a constant is faked."""
     value = program.attribute(node)
     return faked(value, fake) if str(node.target) in program.constants else value
 
@@ -60,7 +59,6 @@ def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
 
 @contextmanager
 def modes_of(node: Node) -> Iterator[None]:
-    """Enters the grad and autocast modes in which forward runs a node."""
     modes = node.meta.get("modes")
     if modes is None:
         yield

@@ -166,7 +166,6 @@ class Family:
         return varying(shape, self.latest) | (self.varying & large)
 
     def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:
-        """The family after the capture of a shape."""
         return Family(
             shape,
             self.varying | varying(shape, self.latest),

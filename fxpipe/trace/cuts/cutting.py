@@ -68,7 +68,6 @@ class _CutCalls:
                     gathers[side] = gathers.get(side) or gather
 
     def call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call of a named submodule, with the submodule's boundaries."""
         named = self.named[key[0]]
         named.calls += 1
         path, gathers = named.path, named.gathers
@@ -83,7 +82,6 @@ class _CutCalls:
         return self._cross(output, None, gathers["after"], f"{path} returns") if "after" in gathers else output
 
     def _cross(self, value: Any, name: str | None, gather: Gather | None, fact: str) -> Any:
-        """``value`` with its tensors after one boundary."""
         mode, group = gather if gather is not None else (None, None)
         carry = partial(stage_boundary, name=name, gather=mode, group=group)
         refusal = f"{fact} no tensor that could cross a boundary", "name another submodule in boundaries="

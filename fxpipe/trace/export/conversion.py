@@ -5,10 +5,10 @@ torch.export leaves changes of grad mode and autocast as operations; the convers
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, starmap
 from typing import Any
@@ -21,6 +21,7 @@ from torch.fx import Node
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.program import Effects, Program, SizeGuard
+from fxpipe.graph.stage_graph import first_names
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import TENSOR
 from fxpipe.torch_compat import (
@@ -40,7 +41,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, patched
+from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, all_patched
 from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import users_line_in
 
@@ -52,17 +53,17 @@ _ROOT = "model"
 _ASKED = re.compile(r"L\['t(\d+)'\]")
 
 
-@contextlib.contextmanager
-def modes_as_operations() -> Iterator[None]:
+def modes_as_operations() -> AbstractContextManager[None]:
     """While this context is open, torch.export leaves changes of modes as operations in the graph.
 
     By default torch.export moves the operations of a mode into a submodule, which hides boundaries, and torch 2.13
     loses a ``no_grad`` inside an autocast region. torch has no switch for that, so fxpipe replaces its two passes.
     """
-    with contextlib.ExitStack() as stack:
-        for module, name in mode_passes():
-            stack.enter_context(patched(module, name, lambda graph_module, signature: (graph_module, signature)))
-        yield
+
+    def unchanged(graph_module: Any, signature: Any) -> tuple[Any, Any]:
+        return graph_module, signature
+
+    return all_patched((module, name, unchanged) for module, name in mode_passes())
 
 
 @dataclass
@@ -142,10 +143,9 @@ class Conversion:
         self._sources: dict[str, Node] = {}
         self._parts: dict[tuple[Any, ...], Node] = {}
         self._built: dict[Node, Node] = {}
-        self._named: dict[int, str] = {}
+        self._named = first_names(self.module)
         self._in_memory: dict[int, dict[str, Tensor]] = {}
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            self._named.setdefault(id(tensor), name)
             self._in_memory.setdefault(storage_of(tensor), {})[name] = tensor
         self._regions: dict[Hashable, Node] = {}
         self._effects: dict[str, Effects] = {}
@@ -310,7 +310,6 @@ class Conversion:
                 self._lifted[node] = own_name, target
 
     def _read(self, node: Node) -> Node:
-        """The program's node for a node of the exported graph."""
         if node in self._built:
             return self._built[node]
         if self._is_late(node):
@@ -431,7 +430,6 @@ def _line_of(*nodes: Node) -> str:
 
 
 def _is_symbolic(tensor: Tensor) -> bool:
-    """Whether the tensor has a symbolic size."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, Kind
 from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth, size_decisions
-from fxpipe.trace.patching import patched
+from fxpipe.trace.patching import all_patched, patched
+from fxpipe.trace.state.contents import users_modules
 from fxpipe.trace.user_line import current_line
 
 
@@ -50,10 +49,8 @@ class Decisions(TorchFunctionMode):
         """While this context is open, forward's questions are answered."""
         symbolic: list[tuple[Any, str, Kind]] = [(torch.SymBool, "__bool__", "truth")]
         symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
-        with contextlib.ExitStack() as stack:
-            for owner, name, kind in symbolic:
-                stack.enter_context(patched(owner, name, self._instead_of(getattr(owner, name), kind)))
-            stack.enter_context(self)
+        patches = [(owner, name, self._instead_of(getattr(owner, name), kind)) for owner, name, kind in symbolic]
+        with all_patched(patches), self:
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,8 +137,6 @@ def _is_asked(value: Any) -> bool:
 
 # --- sizes of varying dimensions, which a capture keeps symbolic ---
 
-_NOT_USERS = sys.stdlib_module_names - {"__main__"} | {"torch", "fxpipe", "functorch", "sympy", "mpmath"}
-
 
 @contextlib.contextmanager
 def symbolic_lengths() -> Iterator[None]:
@@ -151,9 +146,7 @@ def symbolic_lengths() -> Iterator[None]:
     cannot return a symbol, since Python's ``len()`` converts the result to an int. The replacement is put into users'
     modules, and not into ``builtins``, since torch._dynamo keeps references to the builtins for good.
     """
-    modules = {name: vars(module) for name, module in [*sys.modules.items()] if isinstance(module, ModuleType)}
-    users = [home for name, home in modules.items() if name.partition(".")[0] not in _NOT_USERS]
-    homes = [home for home in users if "len" not in home]
+    homes = [vars(module) for module in users_modules() if "len" not in vars(module)]
     try:
         for home in homes:
             home["len"] = _length

@@ -18,20 +18,18 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo, is_constant
-from fxpipe.trace.patching import DRAWN, KEEPS, ONCE, UNREGISTERED, backward_hooks, refuse, refusing
+from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
+from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import MISSING, AssignedBuffers, CaptureGuard, put
-from fxpipe.trace.state.snapshot import storage_of
+from fxpipe.trace.state.attributes import AssignedBuffers, CaptureGuard, put
+from fxpipe.trace.state.snapshot import MISSING, storage_of
 from fxpipe.trace.user_line import definition, is_torchs
 
-PLAIN = (str, int, float, bool, complex, torch.dtype, torch.device, type(None))
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 """The attribute that transformers sets once a model's first call has registered forward hooks on its layers."""
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
 """Attributes in which libraries, such as torch.nn's recurrent layers, cache values, and which they can make anew."""
-_RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)"
 
 
 class TracingGuard(CaptureGuard):
@@ -55,7 +53,7 @@ class TracingGuard(CaptureGuard):
     def tracing(self) -> Iterator[None]:
         """A context around the traced call of the model."""
         try:
-            with self.forward(self._patches(), _RETURN_IT):
+            with self.forward(self._patches()):
                 yield
             self._buffers.write()
         finally:
@@ -70,7 +68,7 @@ class TracingGuard(CaptureGuard):
         parts = (part for root in self.roots for part in root.modules())
         return entry in _HOOKS and any(_HOOKS_INSTALLED in vars(part) for part in parts)
 
-    def _patches(self) -> list[tuple[Any, str, Any]]:
+    def _patches(self) -> list[Patch]:
         return [
             (nn.Module, "register_buffer", self._guarded_register_buffer()),
             (torch.autograd.Function, "apply", classmethod(_guarded_apply())),
@@ -84,21 +82,16 @@ class TracingGuard(CaptureGuard):
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        # a cache is set, and put back after the export: the library makes the cache anew
+        # a cache is set, and put back after the export, later than ``own``, since ``may_change`` looks for it: the
+        # library makes the cache anew
         if name in _CACHES:
             table = vars(module)
             self._undo.append(partial(put, table, name, table.get(name, MISSING)))
             return False
         # an assigned buffer becomes an in-place write to the old buffer
-        path = f"{path or 'self'}.{name}"
-        if self._buffers.assign(module, name, value, path):
+        if self._buffers.assign(module, name, value, f"{path or 'self'}.{name}"):
             return True
-        if not self.has_regions and self.own.take(module, name, value, is_constant(value)):
-            return False
-        now = getattr(module, name, MISSING)
-        if now is value or (isinstance(value, PLAIN) and type(now) is type(value) and now == value):
-            return True
-        raise refuse(f"forward sets {path}, {ONCE}", _RETURN_IT)
+        return super().take_attribute(module, name, value, path)
 
     def _guarded_register_buffer(self) -> Callable[..., None]:
         """``register_buffer``, treated as an assignment: the model would lose a new buffer after the export."""

@@ -110,7 +110,6 @@ def clauses_of(expression: str) -> list[str]:
 
 
 def sizes_in(clause: str) -> set[Size]:
-    """The sizes that a clause compares."""
     return {(int(index), int(dim)) for index, dim in _SIZE.findall(clause)}
 
 

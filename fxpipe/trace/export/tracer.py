@@ -22,7 +22,7 @@ from fxpipe.graph.program import Program
 from fxpipe.like import TensorLike
 from fxpipe.schedules.no_gc import paused
 from fxpipe.stage.modes import within
-from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, opaque_calls
+from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -34,7 +34,7 @@ from fxpipe.torch_compat import (
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
-from fxpipe.trace.export.guard import PLAIN, RandomWatch, TracingGuard, refuse_random_numbers
+from fxpipe.trace.export.guard import RandomWatch, TracingGuard, refuse_random_numbers
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
 from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
@@ -245,12 +245,12 @@ class ExportedCall:
         returned, self._spec = pytree.tree_flatten(result)
         # the graph's result leaves out objects, such as a cache of keys and values
         self._result = [
-            TENSOR if isinstance(leaf, _COMPUTED) else leaf if isinstance(leaf, PLAIN) else None for leaf in returned
+            TENSOR if isinstance(leaf, _COMPUTED) else leaf if isinstance(leaf, PLAIN_LEAF) else None
+            for leaf in returned
         ]
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
-        """The result of forward for these inputs."""
         # torch.export may run forward several times: only the last run's boundaries count
         self.boundaries = 0
         request = replace(self.request, module=model)

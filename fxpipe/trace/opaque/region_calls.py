@@ -17,7 +17,7 @@ from fxpipe.graph.program import Effects
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
-from fxpipe.trace.patching import Key, aside, handled, patched, refuse
+from fxpipe.trace.patching import Key, all_patched, aside, handled, refuse
 from fxpipe.trace.request import Request, tensors_of_words
 from fxpipe.trace.user_line import current_line, is_users
 
@@ -37,7 +37,6 @@ class RegionCall:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The region's name, and the number of the call."""
         return self.region.name, self.number
 
     @property
@@ -116,18 +115,14 @@ class Regions:
             f'the meta device, say what: boundaries={{"{region.name}": {{"whole": torch.empty(8, 16, device="meta")}}}}'
         )
 
-    @contextlib.contextmanager
-    def _unread(self) -> Iterator[None]:
+    def _unread(self) -> contextlib.AbstractContextManager[None]:
         """While this context is open, user code that reads an attribute that a region sets raises TraceError."""
         sets = {pair for seen in self.request.seen.values() for pair in seen.sets}
         owners: dict[type, set[tuple[int, str]]] = {}
         for path, name in sets:
             module = self.request.module.get_submodule(path)
             owners.setdefault(type(module), set()).add((id(vars(module)), name))
-        with contextlib.ExitStack() as stack:
-            for kind, names in owners.items():
-                stack.enter_context(patched(kind, "__getattribute__", _guarded(kind, names)))
-            yield
+        return all_patched((kind, "__getattribute__", _guarded(kind, names)) for kind, names in owners.items())
 
 
 def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], Any]:

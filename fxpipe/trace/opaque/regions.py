@@ -90,15 +90,10 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
 
 
 def _are_containers_alike(parts: Sequence[Any]) -> bool:
-    """Whether all parts are the same kind of container of tensors, such as a dict, up to the tensors' sizes."""
-
-    def of_any_size(like: TensorLike) -> TensorLike:  # each image's tensors may have their own sizes
-        return replace(like, shape=(_SOME,) * len(like.shape), stride=())
-
-    outlines = [pytree.tree_map_only(TensorLike, of_any_size, part) for part in parts]
+    """Whether all parts are containers of tensors with the same structure, such as dicts with the same keys."""
     leaves = pytree.tree_leaves(parts[:1])
     holds = any(leaf is not parts[0] and isinstance(leaf, TensorLike) for leaf in leaves)
-    return holds and all(outline == outlines[0] for outline in outlines)
+    return holds and all(pytree.tree_structure(part) == pytree.tree_structure(parts[0]) for part in parts)
 
 
 def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:

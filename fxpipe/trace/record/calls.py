@@ -33,13 +33,13 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import Key, backward_hooks, handled, noting, patched, refuse_backward
+from fxpipe.trace.patching import Key, Patch, all_patched, backward_hooks, handled, noting, patched, refuse_backward
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState
 from fxpipe.trace.record.opaque import Applied
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
-from fxpipe.trace.record.tape import Args, Checkpoint, Kwargs, Touched, tensors
+from fxpipe.trace.record.tape import Args, Kwargs, Touched, tensors
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.user_line import current_line, definition
@@ -88,8 +88,7 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """While this context is open, the recorder sees calls. ``cutting`` must be entered around it."""
         with contextlib.ExitStack() as stack:
-            for owner, name, value in self._patches():
-                stack.enter_context(patched(owner, name, value))
+            stack.enter_context(all_patched(self._patches()))
             parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
             stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
@@ -98,10 +97,11 @@ class Calls:
             yield
             self._check_backward_hooks("", self._root)
 
-    def _patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def _patches(self) -> Iterator[Patch]:
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
-        yield checkpointing, CHECKPOINT_GENERATOR, self._generator_of(vars(checkpointing)[CHECKPOINT_GENERATOR])
-        yield vmap_home, "vmap_impl", self._vmap_of(vars(vmap_home)["vmap_impl"])
+        generator, vmap = vars(checkpointing)[CHECKPOINT_GENERATOR], vars(vmap_home)["vmap_impl"]
+        yield checkpointing, CHECKPOINT_GENERATOR, functools.partial(self._non_reentrant, generator)
+        yield vmap_home, "vmap_impl", functools.partial(self._vmapped, vmap)
         # a graph tells autocast blocks apart by their numbers: a block shares its casts of weights
         blocks, numbers = self._recorder.autocasts, itertools.count(1)
         yield torch.autocast, "__enter__", noting(lambda: blocks.append(next(numbers)), torch.autocast.__enter__)
@@ -114,7 +114,7 @@ class Calls:
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
-        self._buffers.write(self._recorder.on_line)
+        self._buffers.write(lambda line: patched(self._recorder, "line", line))
 
     def _is_ours(self) -> bool:
         recorder = self._recorder
@@ -233,8 +233,7 @@ class Calls:
                 return apply(function, *args, **kwargs)
             if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
                 run, preserve_rng_state, *inputs = args
-                options = {"use_reentrant": True, "preserve_rng_state": preserve_rng_state}
-                with recorder.checkpointed(Checkpoint(options, recorder.scope())):
+                with recorder.checkpointed(use_reentrant=True, preserve_rng_state=preserve_rng_state):
                     return run(*inputs)
             if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
                 results = apply(function, *args, **kwargs)
@@ -246,23 +245,16 @@ class Calls:
 
         return applied
 
-    def _generator_of(self, generator: Call) -> Call:
-        def non_reentrant(*args: Any, **kwargs: Any) -> Iterator[None]:  # the function runs at its yield
-            if self._is_ours():
-                options = {"use_reentrant": False, **checkpoint_options(generator, args, kwargs)}
-                with self._recorder.checkpointed(Checkpoint(options, self._recorder.scope())):
-                    yield
-            else:
-                yield from generator(*args, **kwargs)
+    def _non_reentrant(self, generator: Call, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if self._is_ours():
+            with self._recorder.checkpointed(use_reentrant=False, **checkpoint_options(generator, args, kwargs)):
+                yield  # torch runs the function now
+        else:
+            yield from generator(*args, **kwargs)
 
-        return non_reentrant
-
-    def _vmap_of(self, mapped: Call) -> Call:
-        def vmapped(*args: Any, **kwargs: Any) -> Any:
-            with self._recorder.operators() if self._is_ours() else contextlib.nullcontext():
-                return mapped(*args, **kwargs)
-
-        return vmapped
+    def _vmapped(self, inner: Call, *args: Any, **kwargs: Any) -> Any:
+        with self._recorder.operators() if self._is_ours() else contextlib.nullcontext():
+            return inner(*args, **kwargs)
 
     def _apply(self, function: type[torch.autograd.Function], inner: Call, args: Args, kwargs: Kwargs) -> Any:
         """Records an autograd function's call as one operation, which keeps the function's own backward."""

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
+from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.recorder import Recorder
 from fxpipe.trace.record.tape import (
-    PLAIN,
     Args,
     Kwargs,
     NamedSource,
@@ -62,7 +62,8 @@ class Frame:
     @property
     def memory(self) -> set[int]:
         """The storages of the submodule's parameters and buffers; empty without a submodule."""
-        return set() if self.module is None else held_by(self.module)
+        module = self.module
+        return set() if module is None else {storage_of(t) for t in (*module.parameters(), *module.buffers())}
 
     def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, stays: bool) -> None:
         """Replaces all operations recorded since the frame began by one operation."""
@@ -126,13 +127,8 @@ class Frame:
     def _can_leave(self, leaf: Any) -> bool:
         """Whether a leaf may be a part of the call's result."""
         if not isinstance(leaf, Tensor):
-            return isinstance(leaf, PLAIN)
+            return isinstance(leaf, PLAIN_LEAF)
         value = self._recorder.value_if_any(leaf)
         if id(leaf) in self.argument_ids or value is None:  # None: made by TorchScript, say, and not recorded
             return id(leaf) in self.argument_ids or is_fake(leaf)
         return self._has_made(value.maker) and storage_of(leaf) not in self._recorder.storages
-
-
-def held_by(module: nn.Module) -> set[int]:
-    """The storages of a module's parameters and buffers."""
-    return {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}

@@ -21,9 +21,6 @@ class Applied(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    def extra_repr(self) -> str:
-        return self.function.__qualname__
-
 
 class Checkpointed(nn.Module):
     """A recorded checkpointed part of forward. Backward recomputes the part's activations.

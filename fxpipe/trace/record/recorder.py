@@ -20,12 +20,12 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import RandomState
+from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, patched, refuse, refuse_backward
 from fxpipe.trace.record.tape import (
-    PLAIN,
     Args,
     Checkpoint,
     Kwargs,
@@ -74,7 +74,7 @@ class SetAttribute(NamedTuple):
     is_other: bool
 
 
-class Recorder:
+class Recorder(TorchFunctionMode):
     """The tape of one run, and the map from fake tensors to values of the program.
 
     ``real``: the model's real tensors by name. ``stand_ins``: the fake tensors that replace them during the run.
@@ -88,6 +88,7 @@ class Recorder:
         stand_ins: Mapping[str, Tensor],
         before: Sequence[Snapshot],
     ) -> None:
+        super().__init__()
         self.fake, self._stand_ins, self._before = fake, stand_ins, before
         self.tape: list[Operation | Obstacle] = []
         self.constants: dict[str, Tensor] = {}
@@ -108,7 +109,6 @@ class Recorder:
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self._ended: dict[Checkpoint, str] = {}
         """A checkpointed part that a boundary has ended → the boundary's name."""
-        self.mode = _Mode(self)
         self.paused = False
         """Whether the recorder ignores the operations that run now."""
         self.is_running = False
@@ -117,7 +117,8 @@ class Recorder:
         self._real_names = {id(tensor): name for name, tensor in real.items() if name in stand_ins}
         # the entry keeps the tensor alive, so that no other tensor gets its id
         self._values: dict[int, tuple[Tensor, TapeValue]] = {}
-        self._line: str | None = None
+        self.line = ""
+        """The user's line of the operations that run now; empty: the line that runs."""
         self._unmapped: NeedsValues | None = None
         """The error, found inside of ``torch.vmap``, for which the call cannot be recorded."""
         self._random = RandomState()
@@ -147,7 +148,6 @@ class Recorder:
         return entry[1]
 
     def value_if_any(self, tensor: Tensor) -> TapeValue | None:
-        """The program's value for a tensor, or None."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -188,13 +188,16 @@ class Recorder:
 
     # operations
 
-    def call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(function, tuple(args), kwargs or {})
+
+    def _call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs one torch function on fake tensors, and records the call."""
         if self.paused:
             return function(*args, **kwargs)
         name = name_of(function)
         if name == "__iter__":
-            return iter(self.call(Tensor.unbind, (args[0], 0), {}))
+            return iter(self._call(Tensor.unbind, (args[0], 0), {}))
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # the program has no assertions on the values of tensors
         if function is Tensor.__bool__:
@@ -215,14 +218,14 @@ class Recorder:
             self.hooked[id(args[0])] = args[0]
         setter = accessed(function, "__set__")
         if setter == "requires_grad":
-            self.call(Tensor.requires_grad_, args, kwargs)
+            self._call(Tensor.requires_grad_, args, kwargs)
             return None
         if setter is not None:
             self.problem(f"forward sets .{setter} of a tensor, which is not recorded", "write into it in place")
         return self._recorded(function, args, kwargs)
 
     def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        args, kwargs = mapped(args, self._stand_in), mapped(kwargs, self._stand_in)
+        args, kwargs = mapped((args, kwargs), self._stand_in)
         self.is_running = True
         try:
             return function(*args, **kwargs)
@@ -293,13 +296,9 @@ class Recorder:
         self.tape.append(operation)
         return operation
 
-    def on_line(self, line: str) -> AbstractContextManager[None]:
-        """While this context is open, operations are recorded with ``line`` as the user's line."""
-        return patched(self, "_line", line)
-
     def scope(self) -> Surroundings:
         """The user's line, the modes, the submodules and the checkpoints around the present operation."""
-        line, modes = self._line or current_line(), ModesNow.of(self.autocasts[-1])
+        line, modes = self.line or current_line(), ModesNow.of(self.autocasts[-1])
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
     def as_values(self, arguments: Any) -> Any:
@@ -311,7 +310,7 @@ class Recorder:
             return self.value_of(leaf)
         if numpy is not None and isinstance(leaf, numpy.generic):
             return leaf.item()
-        if not isinstance(leaf, PLAIN):
+        if not isinstance(leaf, PLAIN_LEAF):
             fact = f"a function of torch is given a {type(leaf).__name__}, which cannot stand in a graph"
             self.problem(fact, _INSIDE)
         return leaf
@@ -329,9 +328,9 @@ class Recorder:
 
     # checkpoints, and torch.vmap
 
-    def checkpointed(self, part: Checkpoint) -> AbstractContextManager[None]:
-        """While this context is open, recorded operations belong to that checkpointed part."""
-        return patched(self, "checkpoints", (*self.checkpoints, part))
+    def checkpointed(self, **options: Any) -> AbstractContextManager[None]:
+        """While this context is open, recorded operations belong to one call of ``checkpoint`` with these options."""
+        return patched(self, "checkpoints", (*self.checkpoints, Checkpoint(options, self.scope())))
 
     @contextmanager
     def operators(self) -> Iterator[None]:
@@ -390,17 +389,6 @@ class Recorder:
         for index, tensor in enumerate(behind):
             self.name(tensor, TapeValue(operation, (index,)))
         return behind
-
-
-class _Mode(TorchFunctionMode):
-    """Hands every call of a torch function to the recorder, except calls inside of such a function."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._recorder.call(function, tuple(args), kwargs or {})
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,17 +14,13 @@ from torch import Tensor
 from fxpipe.device import kinds
 from fxpipe.graph.program import Effects
 from fxpipe.stage.modes import Autocast, Modes
+from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
 from fxpipe.trace.state.snapshot import storage_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 """The arguments of a call."""
-PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-)
-"""Types of the plain values that an argument may have; a graph stores these values as constants."""
 
 
 @dataclass
@@ -225,7 +221,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The argument with ``change`` applied to each leaf; tuples, named tuples, lists, dicts and slices stay such."""
-    # a graph accepts a tuple of ints, but no torch.Size
+    # not torch.fx's map_aggregate, which reads a ``Listed`` without asking it; a graph accepts no torch.Size
     if isinstance(value, torch.Size):
         return tuple(value)
     if isinstance(value, tuple):
@@ -250,7 +246,7 @@ def is_plain(value: Any) -> bool:
         return (type(value) in (tuple, list) or hasattr(value, "_fields")) and all(map(is_plain, value))
     if isinstance(value, slice):
         return all(map(is_plain, (value.start, value.stop, value.step)))
-    return isinstance(value, (Tensor, *PLAIN))
+    return isinstance(value, (Tensor, *PLAIN_LEAF))
 
 
 # --- The graph's nodes for calls that a torch function mode has seen ---

@@ -18,6 +18,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import within
+from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects
@@ -26,7 +27,7 @@ from fxpipe.trace.patching import refuse_changes
 from fxpipe.trace.record.calls import Calls, RunPlan
 from fxpipe.trace.record.emit import Emitter
 from fxpipe.trace.record.recorder import Recorder, SetAttribute
-from fxpipe.trace.record.tape import PLAIN, ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
+from fxpipe.trace.record.tape import ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.snapshot import Snapshot
 from fxpipe.trace.user_line import definition, line_of
@@ -100,7 +101,6 @@ class _RecordedRun:
         self._around = ModesNow.of()
 
     def forward(self) -> None:
-        """Runs the model, and its loss function."""
         request, recorder, calls = self._request, self.recorder, self._calls
         assert request.example is not None
         values = recorder.fake.inputs(request.example, request.any_words)
@@ -110,7 +110,7 @@ class _RecordedRun:
                 if isinstance(leaf, Tensor):
                     recorder.name(leaf, TapeValue(source, path))
         try:
-            with recorder.fake.mode, recorder.touched, calls.watched(), recorder.mode:
+            with recorder.fake.mode, recorder.touched, calls.watched(), recorder:
                 cuts = cutting(request.module, request.cuts, request.may_lack_cuts)
                 with recording(recorder.record_boundary), self._regions.as_nodes(), cuts:
                     output = request.wanted(request.call(values))
@@ -156,7 +156,6 @@ class _RecordedRun:
         return None
 
     def program(self) -> Program:
-        """The program of this run."""
         recorder, calls = self.recorder, self._calls
         opaque = {**calls.opaque, **self._regions.opaque}
         emitter = Emitter(self._request.module, opaque, recorder.storages, recorder.fake.bare)
@@ -209,4 +208,4 @@ def _leaf(recorder: Recorder, leaf: Any) -> Any:
     """The graph's value for a leaf of the model's result; None for an object that is neither tensor nor plain value."""
     if isinstance(leaf, Tensor):
         return recorder.value_of(leaf)
-    return leaf if isinstance(leaf, PLAIN) else None
+    return leaf if isinstance(leaf, PLAIN_LEAF) else None

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.seeds import RandomState
-from fxpipe.trace.patching import checkpoints_as, patched, refuse, refuse_changes, refuse_checkpoint
+from fxpipe.stage.opaque_call import PLAIN_LEAF
+from fxpipe.torch_compat import is_constant
+from fxpipe.trace.patching import (
+    ONCE,
+    Patch,
+    all_patched,
+    checkpoints_as,
+    patched,
+    refuse,
+    refuse_changes,
+    refuse_checkpoint,
+)
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.snapshot import Snapshot
+from fxpipe.trace.state.reads import noting
+from fxpipe.trace.state.snapshot import MISSING, Snapshot
 from fxpipe.trace.user_line import current_line
-
-MISSING: Any = object()
-"""Stands for an attribute that does not exist."""
 
 
 @contextlib.contextmanager
@@ -29,19 +38,14 @@ def watching_attributes(
     The attribute is set as usual unless ``takes`` returns True. ``paths``: the id of a submodule's ``__dict__`` → the
     submodule's path; torch.export's stand-in for a module shares the module's ``__dict__``.
     """
-    original, get = nn.Module.__setattr__, nn.Module.__getattribute__
-
-    # Python calls nn.Module.__getattr__, which finds parameters and submodules, only after this function
-    def noted(module: nn.Module, name: str) -> Any:
-        own.read.add((id(object.__getattribute__(module, "__dict__")), name))
-        return get(module, name)
+    original = nn.Module.__setattr__
 
     def guarded(module: nn.Module, name: str, value: Any) -> None:
         path = paths.get(id(vars(module)))
         if path is None or not takes(module, name, value, path):
             original(module, name, value)
 
-    with patched(nn.Module, "__setattr__", guarded), patched(nn.Module, "__getattribute__", noted):
+    with patched(nn.Module, "__setattr__", guarded), noting() as own.read:
         yield
 
 
@@ -56,7 +60,7 @@ class CallAttributes:
         """The attributes that forward set before it read them."""
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
 
-    def take(self, module: nn.Module, name: str, value: Any, is_constant: bool = False) -> bool:
+    def take(self, module: nn.Module, name: str, value: Any, is_constant: bool) -> bool:
         """Whether forward may set the attribute. ``is_constant``: whether any call would set the same value, so that
         forward may first have read whether an earlier call has set the attribute."""
         table = vars(module)
@@ -76,8 +80,6 @@ class CallAttributes:
         return True
 
     def put_back(self) -> None:
-        """Restores the values that the attributes had before the call."""
-        self.read.clear()
         while self._before:
             (_, name), (table, value) = self._before.popitem()
             put(table, name, value)
@@ -125,7 +127,6 @@ class AssignedBuffers:
                         before.copy_(table[name])
 
     def put_back(self) -> None:
-        """Puts the old tensors back into the model."""
         for (_, name), (table, before, _) in self._assigned.items():
             table[name] = before
         self._assigned.clear()
@@ -157,21 +158,18 @@ class CaptureGuard:
             self.random.rewind()
 
     @contextlib.contextmanager
-    def forward(self, patches: list[tuple[Any, str, Any]], instead: str) -> Iterator[None]:
-        """A context around the call of the model. TraceError if the call has changed attributes that it may not change;
-        ``instead``: the remedy in the message."""
+    def forward(self, patches: list[Patch]) -> Iterator[None]:
+        """A context around the call of the model. TraceError if the call has changed attributes that it may not."""
         try:
             inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
-            with contextlib.ExitStack() as stack:
-                for owner, name, value in (*patches, inference):
-                    stack.enter_context(patched(owner, name, value))
-                stack.enter_context(watching_attributes(self.paths, self.take_attribute, self.own))
-                stack.enter_context(checkpoints_as(refuse_checkpoint, refuse_checkpoint))
+            attributes = watching_attributes(self.paths, self.take_attribute, self.own)
+            checkpoints = checkpoints_as(refuse_checkpoint, refuse_checkpoint)
+            with all_patched([*patches, inference]), attributes, checkpoints:
                 yield
             # before the comparison, which would report the attributes that forward may set
             self.own.put_back()
             for root, snapshot in self.snapshots.items():
-                refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), instead)
+                refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), _RETURN_IT)
         finally:
             self.own.put_back()
 
@@ -181,7 +179,16 @@ class CaptureGuard:
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
         """Called for each attribute that forward sets: see ``takes`` of ``watching_attributes``."""
-        raise NotImplementedError
+        # a plain Tensor is no result of a traced operation: every call would set the same one
+        if not self.has_regions and self.own.take(module, name, value, type(value) is Tensor or is_constant(value)):
+            return False
+        now = getattr(module, name, MISSING)
+        if now is value or (isinstance(value, PLAIN_LEAF) and type(now) is type(value) and now == value):
+            return True
+        raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", _RETURN_IT)
+
+
+_RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)"
 
 
 def _no_inference_mode(enter: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _CLOSED = (Tensor, nn.Module, type, types.ModuleType, types.FunctionType, torch.Generator)
 _SETTINGS = (types.SimpleNamespace, argparse.Namespace)
-_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "functorch", "sympy", "mpmath", "numpy", "fxpipe"})
 
 
 class _Reading(NamedTuple):
@@ -89,6 +89,12 @@ open_reading_of: Callable[[type], _Reading] = functools.lru_cache(1024)(functool
 def is_library(module: str) -> bool:
     """Whether a module belongs to torch, SymPy, NumPy, fxpipe or Python's standard library."""
     return module.partition(".")[0] in _LIBRARIES
+
+
+def users_modules() -> list[types.ModuleType]:
+    """The imported modules that belong to no library as ``is_library`` says."""
+    named = [*sys.modules.items()]
+    return [module for name, module in named if isinstance(module, types.ModuleType) and not is_library(name)]
 
 
 def captured_by(function: Any) -> list[Any]:

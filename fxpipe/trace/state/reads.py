@@ -38,8 +38,9 @@ def noting() -> Iterator[set[Key]]:
     noted: set[Key] = set()
     original = nn.Module.__getattribute__
 
+    # Python calls nn.Module.__getattr__, which finds parameters and submodules, only after this function
     def note(module: nn.Module, name: str) -> Any:
-        if name not in _OWN and not name.startswith("__") and not ASIDE.get():
+        if not ASIDE.get():
             noted.add((id(object.__getattribute__(module, "__dict__")), name))
         return original(module, name)
 
@@ -82,7 +83,12 @@ class Reads:
                 modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage runs the Python code of these submodules, which reads their attributes anew in every step.
         follows = {id(vars(part)) for module in live for part in module.modules()}
-        wanted = [key for key in noted if key[0] in modules and key[0] not in follows and key not in sets]
+        wanted = [
+            (owner, name)
+            for owner, name in noted
+            if owner in modules and owner not in follows and (owner, name) not in sets
+            if name not in _OWN and not name.startswith("__")
+        ]
         more = replace(
             self,
             modules=modules,
@@ -195,7 +201,6 @@ class LatestReads:
         self.reads = Reads()
 
     def changed(self) -> str | None:
-        """As ``Reads.changed``."""
         return self.reads.changed()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,26 +38,17 @@ def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
     return sorted({tensor.device for tensor in tensors if is_accelerator(tensor.device)}, key=str)
 
 
-Around = Callable[[], contextlib.AbstractContextManager[None]]
+Around = Callable[[], AbstractContextManager[None]]
 
 
-@contextlib.contextmanager
-def without_reentrant_checkpoints(around: Around = contextlib.nullcontext) -> Iterator[None]:
-    """While this context is open, reentrant checkpoints, which ``autograd.grad`` refuses, run their function without
-    recomputation. As in torch, no result requires a gradient if no argument does.
-    """
-
-    def run(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
-        requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and requires), around():
-            return function(*args)
-
-    with patched(checkpointing.CheckpointFunction, "apply", run):
-        yield
+def _run_reentrant(function: Callable[..., Any], preserves: bool, *args: Any, around: Around = nullcontext) -> Any:
+    """Runs a reentrant checkpoint's function. As in torch, no result requires a gradient if no argument does."""
+    requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and requires), around():
+        return function(*args)
 
 
-@contextlib.contextmanager
-def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[None]:
+def checkpoints_that_keep(around: Around = nullcontext) -> AbstractContextManager[None]:
     """While this context is open, all checkpoints run their function without recomputation, as a replay would otherwise
     run the function a third time. ``around``: makes the context of each function's run.
     """
@@ -65,12 +58,10 @@ def checkpoints_that_keep(around: Around = contextlib.nullcontext) -> Iterator[N
         with around():
             yield
 
-    # the generator that non-reentrant checkpoints run, and the autograd function of reentrant ones
-    with without_reentrant_checkpoints(around), patched(checkpointing, CHECKPOINT_GENERATOR, only_run):
-        yield
+    return checkpoints_as(only_run, partial(_run_reentrant, around=around))
 
 
-def checkpoints_noted(note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+def checkpoints_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
     """While this context is open, each checkpoint calls ``note`` and then runs as usual."""
 
     torchs = getattr(checkpointing, CHECKPOINT_GENERATOR), checkpointing.CheckpointFunction.apply
@@ -154,7 +145,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(without_reentrant_checkpoints())
+        stack.enter_context(patched(checkpointing.CheckpointFunction, "apply", _run_reentrant))
         # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:

@@ -18,7 +18,8 @@ from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import bytes_of, storage_id, version_of
 from fxpipe.trace.state.contents import Taken, alike, walk
 
-_MISSING = object()
+MISSING: Any = object()
+"""Stands for an attribute that does not exist."""
 
 
 class Snapshot:
@@ -71,14 +72,13 @@ class Snapshot:
         return any(state.get() != state.before for state in self._generators.values())
 
     def tensors(self) -> list[Tensor]:
-        """Every tensor that the model holds."""
         return [state.tensor for state in self._tensors.values()]
 
     def changes(self) -> Iterator[str]:
         """Yields the names of all changed attributes and tensors; for changed values of tensors see ``written``."""
         for path, now, before in self._attributes:
             for name in {**before, **now}:
-                if not alike(now.get(name, _MISSING), before.get(name, _MISSING)):
+                if not alike(now.get(name, MISSING), before.get(name, MISSING)):
                     yield _joined(path, name)
         yield from (name for name, taken in self._taken.values() if taken.has_changed)
         for state in self._tensors.values():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any, NoReturn
@@ -21,17 +20,18 @@ from torch.fx.proxy import TraceError as FxTraceError
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
+from fxpipe.graph.stage_graph import first_names
 from fxpipe.like import ObjectLike
 from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import Modes, ambient_autocast, within
-from fxpipe.torch_compat import TorchDispatchMode, pytree, schema_of, tensors_in, version_of
+from fxpipe.torch_compat import TorchDispatchMode, import_dynamo, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import BACKWARD, DRAWN, ONCE, UNREGISTERED, backward_hooks, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, Patch, backward_hooks, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import calls_isinstance, current_line, is_users, line_of
+from fxpipe.trace.user_line import calls_isinstance, current_line, line_of
 
 
 def symbolic(request: Request) -> Program:
@@ -91,13 +91,11 @@ class _Proxy(fx.Proxy):
         return node.meta["class"]
 
     def __hash__(self) -> int:
-        """The proxy's own hash; TraceError if user code looks the value up in a set or dict, which would go wrong."""
-        if is_users(sys._getframe(1).f_code.co_filename):
-            raise refuse(
-                "forward looks a value up in a set or a dict, and a symbolic trace does not know the value",
-                "give an example batch (example_args=), so that another tracer can answer, or move it out of the model",
-            )
-        return super().__hash__()
+        # ``value in {1, 2}`` would silently be false, and ``table.get(value)`` the default
+        raise refuse(
+            "forward looks a value up in a set or a dict, and a symbolic trace does not know the value",
+            "give an example batch (example_args=), so that another tracer can answer, or move it out of the model",
+        )
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, index, value), {})
@@ -153,19 +151,16 @@ class _Tracer(fx.Tracer):
         self.constants: dict[str, Tensor] = {}
         self.effects: dict[str, Effects] = {}
         self._sources: dict[str, Node] = {}
-        self._names: dict[int, str] = {}
+        self._names = first_names(module)
         self.boundaries = 0
         self.regions = Regions(request, lambda leaf: isinstance(leaf, (fx.Proxy, Tensor)), self._keep_region)
         self._held = {id(part): _tensors_in(part) for part in module.modules()}
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            self._names.setdefault(id(tensor), name)
 
     # inputs and the call
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
-        """Placeholders for the request's inputs."""
         values = {name: self._input(name) for name in self.request.inputs}
         return lambda: self.request.call(values), []
 
@@ -310,10 +305,6 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
         )
 
 
-Patch = tuple[Any, str, Any]
-"""(owner, attribute name, replacement)"""
-
-
 def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
     """Patches that record ``torch.zeros(x.shape[0], 3)``: torch's parser accepts no proxy among separate sizes."""
 
@@ -340,10 +331,7 @@ class _SymbolicGuard(CaptureGuard):
     def tracing(self, factories: list[Patch]) -> Iterator[None]:
         """While this context is open, code that a symbolic capture would record wrong raises TraceError."""
         grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
-        with self._state:
-            # The first operation under any dispatch mode imports torch._dynamo, which keeps references to torch's
-            # functions for the life of the process: this triggers the import before any function is patched.
-            torch.empty(0)
+        import_dynamo()  # which the first operation under any dispatch mode would do, behind the patches
         torch.overrides.get_overridable_functions()  # torch caches these: cached patches would hold all parameters
         patches = [
             *factories,
@@ -355,7 +343,7 @@ class _SymbolicGuard(CaptureGuard):
                 self._state.names = snapshot.storages() | self._state.names
             self._state.model_storages = frozenset(self._state.names)
             try:
-                with self._state, self.forward(patches, _RETURN_IT):
+                with self._state, self.forward(patches):
                     yield
                     self.check()
             finally:
@@ -378,11 +366,6 @@ class _SymbolicGuard(CaptureGuard):
                 DRAWN.format(where="while tracing"),
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",
             )
-
-    def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
-        if not self.has_regions and self.own.take(module, name, value, is_constant=isinstance(value, Tensor)):
-            return False
-        raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", _RETURN_IT)
 
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -444,4 +427,3 @@ def _refuse_autocast(self: Any = None) -> NoReturn:
 
 
 _AROUND = "enter it around the call of forward_backward instead"
-_RETURN_IT = "return the value instead, or write into a buffer in place"
