@@ -48,9 +48,10 @@ class TensorLike:
         if not self.shape:
             return self
         # If the new size reaches the stride of an outer dimension, outer strides grow, or elements would overlap.
-        inside = self.stride[dim]
+        inside, old = self.stride[dim], max(self.shape[dim], 1)
         larger = any(inside < step < inside * size for step in self.stride)
-        stride = tuple(step * size if larger and step > inside else step for step in self.stride)
+        grown = tuple(step * size if step % old else step // old * size for step in self.stride)
+        stride = tuple(new if larger and step > inside else step for step, new in zip(self.stride, grown, strict=True))
         return replace(self.of_size(dim, size), stride=stride)
 
 
