@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from fxpipe.compiler import compile, preview
     from fxpipe.distributed.processes import init, launch
     from fxpipe.distributed.traffic import Traffic
+    from fxpipe.forecast.preview import Preview
     from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.hardware import Hardware
     from fxpipe.numerics.comparison import bisect
     from fxpipe.numerics.plain import record_plain
     from fxpipe.parameters.materialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
-    from fxpipe.plan.preview import Preview
     from fxpipe.precision import Precision
     from fxpipe.run.average import Average
     from fxpipe.run.forward_backward import ForwardBackward
@@ -99,7 +99,7 @@ _LATER = {
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
     "Precision": "precision",
-    "Preview": "plan.preview",
+    "Preview": "forecast.preview",
     "StageGraph": "graph.stage_graph",
     "Sum": "stage.loss",
     "Traffic": "distributed.traffic",

@@ -20,6 +20,8 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import DoesNotFit, RunError, TopologyError
+from fxpipe.forecast.figures import Stepping, over_the_limit, preview_of
+from fxpipe.forecast.preview import Preview
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.hardware import Hardware
 from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
@@ -28,9 +30,7 @@ from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, previewed
-from fxpipe.plan.forecast import Stepping, over_the_limit, preview_of
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.plan.preview import Preview
 from fxpipe.plan.together import first_plan_together
 from fxpipe.precision import Precision
 from fxpipe.progress import log, warn

@@ -33,7 +33,7 @@ SLOW = """
     search/test_auto.py
     search/test_balance.py
     plan/test_recomputation.py auto
-    plan/test_signatures.py
+    capture/test_signatures.py
     plan/test_stage_compiler.py
     run/test_measured_timeline.py
     run/test_recompute.py

@@ -35,8 +35,9 @@ FLOORS = """
     trace.checks
     parameters search checkpoint.files
     numerics
+    capture
     plan
-    sharding checkpoint
+    forecast sharding checkpoint
     run
     compiler
     doctor
@@ -50,7 +51,7 @@ IMPORTS_LAZILY = "fxpipe/__init__.py"
 """It tells a type checker names that it imports when they are first used."""
 
 PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "passes"}
-MAY_IMPORT_PASSES = {"passes", "search", "plan", "compiler", "__init__"}
+MAY_IMPORT_PASSES = {"passes", "search", "capture", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/state/snapshot.py": "random states, in memory",
     "fxpipe/distributed/processes.py": "between a process and its own children",

@@ -44,9 +44,9 @@ from fxpipe.schedules.lower import lower
 Figures = dict[str, float]
 PHASES = {
     "trace": ("fxpipe.trace", "_traced"),
-    "passes": ("fxpipe.plan.capture.capturing", "chain"),
+    "passes": ("fxpipe.capture.capturing", "chain"),
     "cut": ("fxpipe.passes", "split"),
-    "check": ("fxpipe.plan.capture.capturing", "check"),
+    "check": ("fxpipe.capture.capturing", "check"),
     "costs": ("fxpipe.search.choose", "costs_from_shapes"),
     "search": ("fxpipe.search.choose", "balance"),
     "table": ("fxpipe.plan.tables", "make_table"),

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the models of the tests
 
 import fxpipe
-from fxpipe.plan.capture.capturing import Tracing
+from fxpipe.capture.capturing import Tracing
 from tests.harness import accumulate, cut, rows_of
 from tests.hf import MODELS, NONE_LEFT, SPECIAL, HFCase, transformers
 from tests.models import Inputs

@@ -20,6 +20,7 @@ from fxpipe.batch.description import Description, bind, check_calls, describe, f
 from fxpipe.batch.label_count import with_number
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
 from fxpipe.batch.rows import Counts, check_cut, counts_of, merge_counts, whole_lists
+from fxpipe.capture.captures import LATER, MOST
 from fxpipe.distributed.activity import phase
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
@@ -29,7 +30,6 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ITEMS, ObjectValue
 from fxpipe.packed import read_for, written
 from fxpipe.plain_data import admitted, encode, number_of
-from fxpipe.plan.capture.captures import LATER, MOST
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import plan_together

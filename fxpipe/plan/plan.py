@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fxpipe.batch.pattern import Pattern
+from fxpipe.capture.captures import Captures
 from fxpipe.device import with_shared_names
 from fxpipe.distributed.topology import Topology
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.plain_data import digest_of
-from fxpipe.plan.capture.captures import Captures
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step

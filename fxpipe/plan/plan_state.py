@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from fxpipe.batch.description import check_objects
 from fxpipe.batch.label_count import Items
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
+from fxpipe.capture.captures import LATER, Captured, Captures
+from fxpipe.capture.capturing import Capturing
+from fxpipe.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
@@ -24,9 +27,6 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.capture.captures import LATER, Captured, Captures
-from fxpipe.plan.capture.capturing import Capturing
-from fxpipe.plan.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
 from fxpipe.plan.placement import check_replicated, place_stages
 from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily

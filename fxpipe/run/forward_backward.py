@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from fxpipe.distributed.activity import NOTHING, Alike, announced
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
+from fxpipe.forecast.advice import Advice, advise
+from fxpipe.forecast.figures import with_figures
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, check_no_extra_state, full_state_dict, load_into
-from fxpipe.plan.advice import Advice, advise
 from fxpipe.plan.agreement import Call
-from fxpipe.plan.forecast import with_figures
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import EVERYONE, plan_together

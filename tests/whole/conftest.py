@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.plan.capture.capturing import Tracing
+from fxpipe.capture.capturing import Tracing
 from tests.harness import Engines, engine_of
 
 

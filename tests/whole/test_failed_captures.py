@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.capture import auto_opaque, capturing
+from fxpipe.capture.capturing import Capturing, Tracing
 from fxpipe.plan import plan_state
-from fxpipe.plan.capture import auto_opaque, capturing
-from fxpipe.plan.capture.capturing import Capturing, Tracing
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.trace.state.reads import Reads
 from tests.harness import assert_same, gradients_of, strict

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.plan.capture import capturing
+from fxpipe.capture import capturing
 from tests.harness import accumulate
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn, pairwise

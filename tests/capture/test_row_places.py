@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.plan.capture import same_stages
+from fxpipe.capture import same_stages
 from tests.harness import gradients_of, replica_of, strict
 from tests.whole.gathered import Contrastive, batch, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch

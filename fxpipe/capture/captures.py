@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch.description import Description
 from fxpipe.batch.pattern import Pattern
+from fxpipe.capture.questions import Questions
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
@@ -20,7 +21,6 @@ from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
-from fxpipe.plan.capture.questions import Questions
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged

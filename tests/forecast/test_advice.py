@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import ScheduleError, Topology
+from fxpipe.forecast.advice import advise
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.options import Options
-from fxpipe.plan.advice import advise
 from fxpipe.plan.example import Example
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import plan_first

@@ -18,6 +18,8 @@ from fxpipe.batch.batch import joined_description
 from fxpipe.batch.description import Description, example_of, for_any_words
 from fxpipe.batch.objects import like_of
 from fxpipe.batch.pattern import GivenInputs, Pattern
+from fxpipe.capture.auto_opaque import capture_in_part, unused, with_unused
+from fxpipe.capture.captures import Captured, Captures, Observed
 from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
@@ -26,8 +28,6 @@ from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
-from fxpipe.plan.capture.auto_opaque import capture_in_part, unused, with_unused
-from fxpipe.plan.capture.captures import Captured, Captures, Observed
 from fxpipe.progress import progress
 from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown

@@ -1,4 +1,4 @@
-"""Forecast: computes the figures of a ``Preview`` from a plan, its costs and its topology.
+"""Figures: computes the figures of a ``Preview`` from a plan, its costs and its topology.
 
 The bytes that a rank sends over the data axis in a step follow from the formulas of ring collectives.
 """
@@ -15,11 +15,11 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from fxpipe.distributed.grid import BATCH
+from fxpipe.forecast.preview import Preview, RankPreview
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.plan.preview import Preview, RankPreview
 from fxpipe.plan.tables import saving
 from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs

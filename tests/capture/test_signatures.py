@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-import fxpipe.plan.capture.auto_opaque
+import fxpipe.capture.auto_opaque
 from fxpipe import stage_boundary
 from fxpipe.batch.pattern import modules_of, parameters_in
 from tests.harness import assert_same, engine_of, gradients_of, strict
@@ -95,13 +95,13 @@ def test_calls_of_any_shape_are_plain_pytorchs(engine: str, tracer: str, request
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes that are captured."""
     shapes: list[tuple[int, ...]] = []
-    original = fxpipe.plan.capture.auto_opaque.accepted
+    original = fxpipe.capture.auto_opaque.accepted
 
     def counting(request: Any, *others: Any) -> Any:
         shapes.append(request.example["batch"]["x"].shape)
         return original(request, *others)
 
-    monkeypatch.setattr(fxpipe.plan.capture.auto_opaque, "accepted", counting)
+    monkeypatch.setattr(fxpipe.capture.auto_opaque, "accepted", counting)
     return shapes
 
 

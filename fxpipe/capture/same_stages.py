@@ -17,13 +17,13 @@ from fxpipe.batch.batch import joined, joined_description, with_rows
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.batch.rows import row_count
+from fxpipe.capture.captures import Captured, Captures
+from fxpipe.capture.capturing import Capturing
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.packed import BatchDim
-from fxpipe.plan.capture.captures import Captured, Captures
-from fxpipe.plan.capture.capturing import Capturing
 from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.trace.checks.on_fakes import shapes_of
 

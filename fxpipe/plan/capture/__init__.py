@@ -1,1 +1,0 @@
-"""Capture: makes stages from a description of inputs."""
