@@ -54,7 +54,7 @@ PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "
 MAY_IMPORT_PASSES = {"passes", "search", "capture", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
     "fxpipe/trace/state/snapshot.py": "random states, in memory",
-    "fxpipe/distributed/processes.py": "between a process and its own children",
+    "fxpipe/distributed/processes.py": "over pipes between a process and its own children",
     "fxpipe/checkpoint/files/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""
