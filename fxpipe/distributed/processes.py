@@ -11,19 +11,21 @@ import pickle
 import re
 import signal
 import socket
-import tempfile
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any, Literal, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from fxpipe.device import HIDDEN, current, is_accelerator
 from fxpipe.distributed.grid import shape
@@ -331,6 +333,9 @@ def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, 
 
 # --- launch ---
 
+# Seconds that a launched process may take to exit: after it has sent its result, and after a signal.
+_EXIT_SECONDS, _END_SECONDS = 30.0, 5.0
+
 
 def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     """Runs ``fn(*args)`` in ``nproc`` new local processes, joined as under torchrun; results are by rank.
@@ -358,44 +363,74 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
         ) from error
     # This process holds the store, as torchrun does: no other program can take its port, and no rank's end closes it.
     store, port = local_store()
-    with tempfile.TemporaryDirectory() as folder:
-        # OpenMP reads its variables before the new process can set them.
-        with mock.patch.dict(os.environ, _variables(nproc, port)):
-            started = start_processes(_work, (task, folder), nproc, join=False)  # type: ignore[no-untyped-call]
-        try:
-            while not started.join():
-                continue
-        except ProcessRaisedException as error:
-            raise RunError(f"rank {error.error_index} of {nproc} failed:\n{error.msg.strip()}") from None
-        except ProcessExitedException as error:
-            raise RunError(f"rank {error.error_index} of {nproc} ended without a result: {error.msg}") from None
-        finally:
-            for process in started.processes:
-                process.kill()
-                process.join()
-            del store  # must live until here
-        results: list[T] = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(nproc)]
+    workers: list[_Worker] = []
+    try:
+        for rank in range(nproc):
+            # OpenMP reads its variables before the new process can set them.
+            with mock.patch.dict(os.environ, _variables(rank, nproc, port)):
+                workers.append(_Worker(rank, task))
+        results: list[T] = _results(workers)
+        _join_all(workers, _EXIT_SECONDS)
+    finally:
+        _end(workers)
+        del store  # must live until here
     return results
 
 
-def _work(rank: int, task: bytes, folder: str) -> None:
-    """The main function of a launched process, which writes its result to a file."""
+class _Outcome(NamedTuple):
+    """The result of ``fn``, or why and when ``fn`` failed: the earliest failure causes those of other ranks."""
+
+    result: Any = None
+    reason: str = ""
+    at: float = float("-inf")
+    """Seconds on the machine's clock."""
+
+
+class _Worker:
+    """A launched process and the pipe that receives its outcome."""
+
+    def __init__(self, rank: int, task: bytes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self.receiver, sender = context.Pipe(duplex=False)
+        self.process: SpawnProcess = context.Process(target=_work, args=(sender, task), name=f"rank {rank}")
+        self.process.start()
+        # Now only the process holds the sending end, so that its death closes the pipe.
+        sender.close()
+
+    def outcome(self) -> _Outcome:
+        """Returns the outcome that the process sent, once the pipe is ready. ``_work`` pickles the outcome itself."""
+        try:
+            outcome: _Outcome = pickle.loads(self.receiver.recv_bytes())
+        except EOFError:
+            self.process.join(_END_SECONDS)
+            code = self.process.exitcode
+            end = f"with exit status {code}"
+            if code is not None and code < 0:
+                end = f"killed by signal {-code} ({signal.strsignal(-code)})"
+            return _Outcome(reason=f"ended without a result, {end}")
+        return outcome
+
+
+def _work(sender: Connection, task: bytes) -> None:
+    """The main function of a launched process."""
     # Ctrl-C reaches the launching process as well, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank)})
     try:
         fn, args = pickle.loads(task)
         init()
         result = fn(*args)
         if dist.is_initialized():  # fn may have destroyed the group itself
             dist.destroy_process_group()
-        (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
-    except BaseException as error:
+        # Pickle here, since Connection.send would pass tensors as handles that die with this process.
+        message = pickle.dumps(_Outcome(result))
+    except BaseException as error:  # also SystemExit, which ends fn without a result
         end_with(error)
-        if isinstance(error, SystemExit):  # fn ends without a result
-            raise RunError(f"SystemExit: {error}") from error
-        raise
+        outcome = _Outcome(None, f"failed:\n{traceback.format_exc()}", time.time())
+        sender.send_bytes(pickle.dumps(outcome))
+        sys.exit(1)
+    sender.send_bytes(message)
 
 
 def _end_with_parent() -> None:
@@ -405,9 +440,11 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _variables(nproc: int, port: int) -> dict[str, str]:
+def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     variables = {
+        "RANK": str(rank),
         "WORLD_SIZE": str(nproc),
+        "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
@@ -420,6 +457,40 @@ def _variables(nproc: int, port: int) -> dict[str, str]:
     if torch.accelerator.device_count() < nproc:
         variables |= HIDDEN
     return variables
+
+
+def _results(workers: list[_Worker]) -> list[Any]:
+    """Returns all results by rank; raises the first failure as a RunError."""
+    results: dict[int, Any] = {}
+    # Read outcomes in the order in which they arrive: a failure must be seen at once, while other ranks wait.
+    while pending := [worker for worker in workers if worker.rank not in results]:
+        ready = wait([worker.receiver for worker in pending])
+        outcomes = {worker.rank: worker.outcome() for worker in pending if worker.receiver in ready}
+        failures = [(outcome.at, rank, outcome.reason) for rank, outcome in outcomes.items() if outcome.reason]
+        # Other ranks fail within moments of the first failure, so the earliest by the clock is the cause.
+        if failures:
+            _, rank, reason = min(failures)
+            raise RunError(f"rank {rank} of {len(workers)} {reason}")
+        results |= {rank: outcome.result for rank, outcome in outcomes.items()}
+    return [results[worker.rank] for worker in workers]
+
+
+def _join_all(workers: list[_Worker], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for worker in workers:
+        worker.process.join(max(0.0, deadline - time.monotonic()))
+
+
+def _end(workers: list[_Worker]) -> None:
+    """Ends all processes that still run."""
+    # SIGTERM first, so that Python can clean up; SIGKILL after some seconds.
+    for stop in (SpawnProcess.terminate, SpawnProcess.kill):
+        running = [worker for worker in workers if worker.process.is_alive()]
+        for worker in running:
+            stop(worker.process)
+        _join_all(running, _END_SECONDS)
+    for worker in workers:
+        worker.receiver.close()
 
 
 def local_store() -> tuple[Store, int]:
