@@ -14,7 +14,7 @@ import fxpipe
 import fxpipe.capture.auto_opaque
 from fxpipe import stage_boundary
 from fxpipe.batch.pattern import modules_of, parameters_in
-from tests.harness import assert_same, engine_of, gradients_of, strict
+from tests.harness import assert_same, engine_of, gradients_of
 from tests.models import Layers
 
 WIDTH = 6
@@ -154,30 +154,6 @@ def test_micro_batches_of_one_step_may_exchange_different_values() -> None:
     plain.load_state_dict(forward_backward.state_dict(full=True))
     loss = forward_backward.step_microbatches([((part,), {}) for part in parts])
     assert_same(loss, sum(plain(part) for part in parts).detach() / 2, "loss")
-
-
-class Sliced(Layers):
-    """A number of Python's decides the size of what it sends, in a capture for any batch."""
-
-    names, width = "first second", WIDTH
-
-    def forward(self, x: Tensor, size: int) -> Tensor:
-        h = stage_boundary(self.first(x)[:, :size].contiguous())
-        return self.second(x + h.mean(1, keepdim=True)).square().mean()
-
-
-def sliced(state: dict[str, Tensor], x: Tensor, sizes: list[int]) -> list[Tensor]:
-    model = Sliced()
-    model.load_state_dict(state)
-    forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), microbatches=2, tracer="symbolic")
-    return [forward_backward(x, size) for size in sizes]
-
-
-def test_a_number_that_decides_a_messages_size_makes_a_kind_of_its_own() -> None:
-    plain, x, sizes = Sliced(), torch.randn(4, WIDTH), [4, 2, 4]
-    wanted = [plain(x, size).detach() for size in sizes]
-    for losses in strict(1)(2, sliced, plain.state_dict(), x, sizes):
-        torch.testing.assert_close(losses, wanted)
 
 
 def test_modules_and_parameters_are_torchs_in_its_order() -> None:
