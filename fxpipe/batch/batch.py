@@ -110,4 +110,9 @@ def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Descr
 
 def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
     """The description with ``likes`` in place of its own inputs."""
-    return tuple((name, described(likes[name]) if name in likes else entry) for name, entry in description)
+    return tuple(
+        (name, described(likes[name], not any(type(leaf) is str for leaf in entry.detail[1])))
+        if name in likes
+        else (name, entry)
+        for name, entry in description
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class InputDescription:
     """A rank's input. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
     ``detail``: a fixed value, or its ``ObjectValue``; for an "input", its container and leaves: a ``TensorLike`` for a
-    tensor; the type and value of a Python value. ``like``: the input with a ``TensorLike`` in place of
+    tensor; the type, or the type and value, for a Python value. ``like``: the input with a ``TensorLike`` in place of
     each tensor.
     """
 
@@ -111,12 +111,15 @@ def required_names(signature: inspect.Signature) -> list[str]:
     ]
 
 
-def describe(values: Mapping[str, Any], objects: dict[ObjectValue, Any] | None = None) -> Description:
-    """The description of inputs. ``objects``: a dict to which the objects among the inputs are added."""
-    return tuple((name, described(value, objects)) for name, value in values.items())
+def describe(
+    values: Mapping[str, Any], exact: bool = False, objects: dict[ObjectValue, Any] | None = None
+) -> Description:
+    """The description of inputs. ``exact``: whether it includes the values of Python's numbers, on which a capture may
+    depend. ``objects``: a dict to which the objects among the inputs are added."""
+    return tuple((name, described(value, exact, objects)) for name, value in values.items())
 
 
-def described(value: Any, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
+def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
     """The description of an input, whose tensors may already be ``TensorLike``."""
     if value is None:
         return InputDescription("none")
@@ -127,7 +130,7 @@ def described(value: Any, objects: dict[ObjectValue, Any] | None = None) -> Inpu
     likes = [_like(leaf, objects) for leaf in leaves]
     if spec.is_leaf() and isinstance(likes[0], ObjectValue):
         return InputDescription("fixed", likes[0])
-    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf) for leaf in likes)
+    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
     try:
         like = pytree.tree_unflatten(likes, spec)
     except Exception as error:  # a container that checks its contents, such as PackedSequence
@@ -152,11 +155,15 @@ def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
     return like
 
 
-def _named(leaf: Any) -> Any:
-    """The type of a Python value and its ``repr``, by which 1, 1.0 and True differ. An object's stand-in: itself."""
+def _named(leaf: Any, exact: bool) -> Any:
+    """The type of a leaf that is no tensor, with its ``repr``, by which 1, 1.0 and True differ, if ``exact``, and for
+    None and truth values. An object's stand-in is returned unchanged."""
     if isinstance(leaf, (ObjectLike, ObjectValue)):
         return leaf
-    return type(leaf).__name__, shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
+    name = type(leaf).__name__
+    value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
+    is_exact = (name, value) in _BY_IDENTITY or (exact and isinstance(leaf, PLAIN))
+    return (name, value) if is_exact else name
 
 
 def example_of(description: Description) -> dict[str, Any]:
@@ -168,7 +175,7 @@ def for_any_words(description: Description) -> Description:
     """The description with a ``WORD`` in place of each string in a container."""
 
     def without(leaf: Any) -> Any:
-        return WORD if isinstance(leaf, tuple) and leaf[0] == "str" else leaf
+        return WORD if leaf == "str" or (isinstance(leaf, tuple) and leaf[0] == "str") else leaf
 
     return tuple(
         (name, replace(entry, detail=(entry.detail[0], tuple(map(without, entry.detail[1])))))
@@ -176,6 +183,13 @@ def for_any_words(description: Description) -> Description:
         else (name, entry)
         for name, entry in description
     )
+
+
+def known_by_type(description: Description) -> Iterator[str]:
+    """The names of inputs that have a leaf whose description is only its type."""
+    for name, entry in description:
+        if entry.kind == "input" and any(type(leaf) is str for leaf in entry.detail[1]):
+            yield name
 
 
 def check_objects(description: Description) -> None:

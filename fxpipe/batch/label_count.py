@@ -25,7 +25,7 @@ from fxpipe.validation import is_list
 
 IGNORED = -100
 """The label that no loss counts."""
-_GIVEN = described(TensorLike((), torch.float32, (), "cpu", False))
+_GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
 
 
 @dataclass(frozen=True)

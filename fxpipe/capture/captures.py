@@ -113,6 +113,8 @@ class Captures:
     """Whether a capture is valid for any strings. Descriptions then omit strings; later captures try the same first."""
     objects: Mapping[ObjectValue, Any] = field(default_factory=dict)
     """This rank's inputs that are neither tensors nor plain values."""
+    by_value: bool = False
+    """Whether a capture is valid only for some Python numbers, so that descriptions of batches include numbers."""
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     """Copies of small integer and boolean buffers from the first capture; such buffers may decide sizes."""
 
@@ -147,8 +149,10 @@ class Captures:
 
     def asking(self, error: Unanswered) -> Captures:
         """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
-        questions = self.questions.with_question(error.question)
-        return replace(self, asks_numbers=error.numbers, questions=questions)
+        captures = replace(self, asks_numbers=error.numbers)
+        if error.question is None:
+            return replace(captures, by_value=True)
+        return replace(captures, questions=self.questions.with_question(error.question))
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fxpipe import passes as default_passes
 from fxpipe.batch.batch import joined_description
-from fxpipe.batch.description import Description, example_of, for_any_words
+from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
 from fxpipe.batch.objects import like_of
 from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.capture.auto_opaque import capture_in_part, unused, with_unused
@@ -24,6 +24,7 @@ from fxpipe.distributed.forward_collectives import collectives_refused
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
+from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
@@ -92,7 +93,14 @@ class Capturing:
         for number in [*range(pattern.microbatches)] * 2:
             pattern = pattern.for_any_words() if self.captures.any_words else pattern
             keys.append(self._of_one(pattern.each()[number], pattern, sample))
-        return [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
+        captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
+        # A later shape may show that a tracer is wrong. Then the next tracer captures all patterns of this mode again.
+        if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):
+            others = {key: each for key, each in self.captures.by_pattern.items() if key.training != pattern.training}
+            first = None if pattern.training else self.captures.first
+            self.captures = replace(self.captures, by_pattern=others, families={}, first=first)
+            return self.of(pattern, sample)
+        return captured
 
     def _of_one(self, this: Pattern, pattern: Pattern, sample: Sample | str) -> Pattern:
         """The key in ``captures.by_pattern`` of the capture for a micro-batch; makes the capture if none is valid."""
@@ -117,6 +125,8 @@ class Capturing:
             family = captures.families.get(kind, Family())
         key = this.for_answers(captured.answers) if captured.of_one_shape else this.for_any_shape()
         if shape is not None and captured.of_one_shape:
+            for name in known_by_type(shape):
+                raise Unanswered(name, "", captures.asks_numbers)
             families = {**captures.families, kind: family.noting(shape, key, captured.holds_for)}
             captures = replace(captures, families=families)
         captures = replace(captures, by_pattern={**captures.by_pattern, key: replace(captured, patterns=(key,))})

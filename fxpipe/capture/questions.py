@@ -56,7 +56,7 @@ class Questions:
                 f"forward asks for values of {' and '.join(map(repr, question.inputs))}, and no rank of the pipe group "
                 f"was given them, or they cannot be computed: pass them on one rank at least\n{question.line}"
             )
-        raise Unanswered(question, request.asks_numbers)
+        raise Unanswered(question.key, question.line, request.asks_numbers, question)
 
     def with_question(self, question: Question) -> Questions:
         """The questions with an additional question."""

@@ -67,8 +67,11 @@ def _as_tuples(value: Any) -> Any:
 
 
 class Unanswered(FxpipeError):
-    """A capture needs the answer to a question. ``numbers``: whether the capture may ask for numbers."""
+    """A capture needs an unanswered fact about the inputs. ``key`` identifies the fact, the same on all ranks.
 
-    def __init__(self, question: Question, numbers: bool) -> None:
-        super().__init__(f"what is captured depends on the inputs' values ({question.key})\n{question.line}")
-        self.question, self.numbers = question, numbers
+    ``question``: the question whose answer is needed; None if descriptions with Python's values answer. ``numbers``:
+    whether the capture may ask for numbers."""
+
+    def __init__(self, key: str, line: str, numbers: bool, question: Question | None = None) -> None:
+        super().__init__(f"what is captured depends on the inputs' values ({key})\n{line}")
+        self.key, self.numbers, self.question = key, numbers, question

@@ -166,7 +166,8 @@ class Agreement:
                 raise RunError("a step needs at least one micro-batch")
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
-            described = tuple(describe(values, objects) for values in given)
+            # Python's numbers are described only if a capture is tied to them: otherwise each number makes a new kind.
+            described = tuple(describe(values, self.planning.needs_shapes, objects) for values in given)
             self._take(planning := self.planning.at_present(objects))
             if planning.captures.any_words:
                 described = tuple(map(for_any_words, described))
@@ -277,7 +278,8 @@ class Agreement:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
                 except Unanswered as error:
                     self._take(self.planning.asking(error))
-                    proposal = self._answered(proposal, given)
+                    described = tuple(describe(values, self.planning.needs_shapes) for values in given)
+                    proposal = self._answered(replace(proposal, given=described), given)
                     continue
                 # a plan for any shapes is stored under the pattern without shapes
                 rows = everyone if agreed.pattern in self.planning.plans else None

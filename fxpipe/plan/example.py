@@ -127,7 +127,7 @@ class Example:
     def described(self) -> tuple[list[Description], dict[ObjectValue, Any]]:
         """The description of each micro-batch, and the objects in all of them."""
         objects: dict[ObjectValue, Any] = {}
-        parts = [self.state.items.described(describe(part, objects)) for part in self.microbatches]
+        parts = [self.state.items.described(describe(part, True, objects)) for part in self.microbatches]
         return parts, objects
 
     def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:

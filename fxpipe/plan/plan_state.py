@@ -111,6 +111,11 @@ class PlanState(Planned):
         """The stages of all plans, each once."""
         return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
 
+    @property
+    def needs_shapes(self) -> bool:
+        """Whether the stages are valid only for the shapes and the Python numbers with which they were captured."""
+        return self.captures.by_value or any(pattern.shapes for pattern in self.plans)
+
     def with_captures(self, **changes: Any) -> PlanState:
         """The state with these changes of its captures."""
         return replace(self, captures=replace(self.captures, **changes))
@@ -154,7 +159,7 @@ class PlanState(Planned):
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
             return self, same
-        captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
+        captured = _captured(capturing, pattern, sample)
         state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
         key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
@@ -356,6 +361,15 @@ class PlanState(Planned):
                     f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
                     "use example_args= of the kind that uses most of the model"
                 )
+
+
+def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> list[Captured]:
+    """The capture of each micro-batch. Gathered stages are captured for the rows of a group."""
+    wrong = capturing.captures.wrong
+    captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
+    if capturing.captures.wrong == wrong:
+        return captured
+    return _captured(capturing, pattern, sample)  # capturing a group found the micro-batches' tracer wrong
 
 
 def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:

@@ -33,7 +33,7 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
             _check_device(transport, state)
             state, unanswered = plan_first(Example(state, options), answers, keeps_part)
             if unanswered is not None:
-                failure, asked, answers = unanswered, [unanswered.question.key], Example(state, options).answers
+                failure, asked, answers = unanswered, [unanswered.key], Example(state, options).answers
         except Exception as error:  # raised on all ranks below
             failure = error
         for scope in EVERYONE:

@@ -217,7 +217,7 @@ def test_parts_put_together_are_the_whole_again() -> None:
     assert pytree.tree_structure(whole) == spec
     for mine, its in zip(pytree.tree_leaves(whole), leaves, strict=True):
         assert torch.equal(mine, its) if isinstance(its, Tensor) else mine == its
-    description = describe(VALUES)
+    description = describe(VALUES, exact=True)
     assert shapes_apart(joined_description(BATCH.describe_parts([description]), RULES)) == (shapes_apart(description))
 
 

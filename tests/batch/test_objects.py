@@ -320,4 +320,4 @@ def test_an_attribute_that_is_none_makes_a_kind_of_its_own() -> None:
 
 def test_an_input_that_is_a_number_of_numpys_is_described_as_one_of_pythons() -> None:
     values = {"x": np.float64(0.5), "y": [np.int64(3)]}
-    assert describe(values) == describe({"x": 0.5, "y": [3]})
+    assert describe(values, exact=True) == describe({"x": 0.5, "y": [3]}, exact=True)
