@@ -59,16 +59,17 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, context: Sequence[int], stage: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ranks, self._others, self._stage = len(context), set(context) - {dist.get_rank()}, stage
-        self._called, self._is_met, self._pads, self._counts, self._slices = set[str](), False, False, False, False
-        self._lengths, self._tables = set[int](), set[int]()
+        self._called, self._is_met, self._pads, self._counts = set[str](), False, False, False
+        self._lengths, self._tables = set[int](), dict[int, str]()
+        self._sliced, self._multiplied = set[int](), set[int]()
         self._counted: list[torch.UntypedStorage] = []
         """The memory of what ``torch.arange`` has returned."""
 
-    def watch(self, inputs: Sequence[Any], tensors: Iterable[torch.Tensor]) -> Self:
+    def watch(self, inputs: Sequence[Any], tensors: Iterable[tuple[str, torch.Tensor]]) -> Self:
         """Returns this mode, for a forward of inputs [rows, positions, ...] by a stage that has these tensors."""
         leaves = [leaf for leaf in pytree.tree_leaves(list(inputs)) if isinstance(leaf, torch.Tensor)]
         self._lengths = {leaf.shape[1] for leaf in leaves if leaf.dim() > 1}
-        self._tables = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._tables = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors}
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,8 +80,10 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._pads = self._pads or (args[0].dim() == 3 and any(args[4]))
         if name == "embedding":  # weight, indices
             self._counts |= args[1].numel() > 1 and args[1].untyped_storage() in self._counted
-        if name == "slice":
-            self._slices |= self._begins(*args)
+        if name == "slice" and self._begins(*args):
+            self._sliced.add(args[0].untyped_storage().data_ptr())
+        if name in ("mm", "addmm", "bmm", "linear"):  # a part of a weight, as of in_proj_weight[:width], is no table
+            self._multiplied |= {each.untyped_storage().data_ptr() for each in args if type(each) is torch.Tensor}
         for group in groups_of_call(func, args, kwargs or {}):
             self._is_met = self._is_met or not self._others.isdisjoint(dist.get_process_group_ranks(group))
         result = func(*args, **(kwargs or {}))
@@ -91,7 +94,8 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begins(self, table: torch.Tensor, dim: int = 0, start: int = 0, end: int | None = None, *_: Any) -> bool:
         """Whether a slice takes as many rows as this rank has positions from the beginning of a table of all."""
         is_of_all = end in self._lengths and table.shape[dim] >= self._ranks * (end or 0)
-        return not start and is_of_all and table.untyped_storage().data_ptr() in self._tables
+        is_plain = type(table) in (torch.Tensor, nn.Parameter)
+        return not start and is_of_all and is_plain and table.untyped_storage().data_ptr() in self._tables
 
     def check(self) -> None:
         """TopologyError if the forward took this rank's positions for all."""
@@ -108,11 +112,11 @@ class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"stage {self._stage} looks up an embedding of positions that it counts itself (torch.arange), and a "
                 "context rank would count its own from 0; give forward the positions, cut by topo.context_part"
             )
-        if self._slices:
+        if tables := [self._tables[memory] for memory in sorted(self._sliced - self._multiplied)]:
             raise TopologyError(
-                f"stage {self._stage} takes the first rows of a table of positions (such as freqs_cis[:length]), and a "
-                "context rank would take those of the first positions for its own; give forward the positions, cut by "
-                "topo.context_part, and let it look them up (freqs_cis[positions])"
+                f"stage {self._stage} takes the first rows of {tables[0]} as of a table of positions, such as "
+                "freqs_cis[:length], and a context rank would take those of the first positions for its own; give "
+                "forward the positions, cut by topo.context_part, and let it look them up: freqs_cis[positions]"
             )
         if self._pads:
             raise TopologyError(

@@ -180,8 +180,26 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
         call(flat)
         offset = 0
         for tensor in group:
-            tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+            overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
             offset += tensor.numel()
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Does ``tensor.copy_(values)``, also for a tensor made by ``expand``, which torch's ``copy_`` refuses.
+
+    RunError if ``values`` differ between places of the same memory.
+    """
+    for dim, stride in enumerate(tensor.stride()):
+        # A dimension of stride 0 repeats the same memory: write it once, if all values agree (or are NaN).
+        if stride == 0 and tensor.shape[dim] > 1:
+            once = values.narrow(dim, 0, 1)
+            if not bool(((values == once) | (values != values)).all()):
+                raise RunError(
+                    f"a tensor of shape {list(tensor.shape)} repeats one memory, as expand() makes it, and is given "
+                    "values that differ there; register tensor.expand(...).clone()"
+                )
+            tensor, values = tensor.narrow(dim, 0, 1), once
+    tensor.copy_(values)
 
 
 def differing(transport: Transport, scope: str, fact: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.checkpoint.files.pieces import pairs
 from fxpipe.distributed.collective import Collective
-from fxpipe.distributed.transport import Transport, broadcast
+from fxpipe.distributed.transport import Transport, broadcast, overwrite
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
@@ -355,6 +355,8 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     if unknown:
         raise CheckpointError(f"the model has no {unknown[0]!r}{nearest(unknown[0], whole)}")
     plain = saved_tensors(plain_model(model))
+    if any(type(part).state_dict is not nn.Module.state_dict for part in model.modules()):
+        plain = {name: tensor for name, tensor in plain.items() if name in state}  # it may leave tensors out
     own = module.state_dict(keep_vars=True)
     targets = {name: tensor for name, tensor in own.items() if name in state or name in plain}
     missing = [name for name in targets if name not in state]
@@ -371,5 +373,5 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     with torch.no_grad():
         for name, tensor in targets.items():
             for into, source in pairs(local(tensor), part_of(tensor, state[name])):
-                into.copy_(source)
+                overwrite(into, source)
     return state

@@ -7,6 +7,7 @@ backward, and the user's function compiles each of the three.
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from fxpipe.distributed.activity import phase
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage
 from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
+from fxpipe.passes.effects import operator_name
 from fxpipe.stage.deferred import Deferred
 from fxpipe.stage.modes import ambient_autocast, within
 from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
@@ -41,7 +43,23 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
     if isinstance(stage.function, Compiled):
         return stage
     original = stage.module if isinstance(stage.module, fx.GraphModule) else stage.function
+    if isinstance(original, fx.GraphModule):
+        _check_writes(original, stage.name)
     return replace(stage, function=Compiled(stage.name, original, stage_compiler))
+
+
+def _check_writes(module: fx.GraphModule, name: str) -> None:
+    """RunError for a write into a 0-dimensional float64 on the CPU, which AOTAutograd of torch 2.12 to 2.15 loses."""
+    for node in module.graph.nodes:
+        written = node.args[0] if node.args and operator_name(node).endswith("_") else None  # as copy_ and mul_ do
+        if not isinstance(written, fx.Node) or written.op != "get_attr":
+            continue
+        attr = operator.attrgetter(str(written.target))(module)
+        if isinstance(attr, Tensor) and attr.dim() == 0 and attr.dtype == torch.float64 and attr.device.type == "cpu":
+            raise RunError(
+                f"stage {name!r} writes {written.target}, a number in float64 without dimensions, which torch.compile "
+                "may leave as it was: give it shape (1,), or float32, or leave out stage_compiler="
+            )
 
 
 class Compiled:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from fxpipe.distributed.activity import announced
-from fxpipe.distributed.transport import broadcast
+from fxpipe.distributed.transport import broadcast, overwrite
 from fxpipe.errors import RunError
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
@@ -102,4 +102,4 @@ class Average:
 
 def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, tensor in values.items():
-        local(parameters[name]).copy_(local(tensor))
+        overwrite(local(parameters[name]), local(tensor))

@@ -262,12 +262,13 @@ class _Loading:
 
 
 def _unrounded(state: dict[str, Tensor], values: ModelValues) -> dict[str, Tensor]:
-    """A state dict to be filled: tensors of the saved, more exact type replace tensors that are kept rounded."""
+    """A state dict to be filled. A tensor that is kept rounded is replaced by a tensor of the saved, more exact type,
+    and a tensor with a stride of 0 by a dense tensor."""
     unrounded = dict(state)
     for name, tensor in state.items():
         dtype = values.tensors.get(name, (tensor.shape, tensor.dtype))[1]
         is_finer = converts(dtype, tensor.dtype) and dtype.itemsize > tensor.dtype.itemsize
-        if is_finer and not is_dtensor(tensor):
+        if not is_dtensor(tensor) and (is_finer or 0 in tensor.stride()):
             unrounded[name] = torch.empty_like(tensor, dtype=dtype)
     return unrounded
 
@@ -329,7 +330,7 @@ def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):
-            if own.shape == shape:
+            if own.shape == shape and 0 not in own.stride():
                 return own
             dtype = own.dtype
         return torch.empty(shape, dtype=dtype, device=device if shape else "cpu")

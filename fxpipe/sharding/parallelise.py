@@ -442,8 +442,8 @@ class _StageFunction:
     def __call__(self, *inputs: Any) -> tuple[Any, ...]:
         if self.check is not None:
             check, self.check = self.check, None
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            with check.watch(inputs, [tensor for tensor in tensors if not is_dtensor(tensor)]):
+            tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+            with check.watch(inputs, [(name, tensor) for name, tensor in tensors if not is_dtensor(tensor)]):
                 outputs = self(*inputs)
             check.check()
             return outputs

@@ -93,6 +93,33 @@ def fused() -> nn.Module:
     return nn.Sequential(Fused(), Fused(), nn.Linear(4, 1), Mean())
 
 
+class Perceptual(nn.Module):
+    """Leaves a frozen part out of its state dict, as models with a perceptual loss do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.frozen = nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if "frozen" not in name}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(fxpipe.stage_boundary(self.linear(x))).square().mean()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_dict_that_leaves_tensors_out_is_loaded(ranks: int) -> None:
+    plain = Perceptual().state_dict()
+
+    def run(rank: int) -> None:
+        forward_backward = fxpipe.compile(Perceptual(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
+        forward_backward.load_state_dict(plain)
+        torch.testing.assert_close(forward_backward.state_dict(full=True), plain, rtol=0, atol=0)
+
+    run_strict(run, 2) if ranks == 2 else run(0)
+
+
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.square().mean()

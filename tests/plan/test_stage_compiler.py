@@ -230,3 +230,29 @@ def test_compile_asks_for_each_stage_once() -> None:
         wanted = torch.stack([plain(part).detach() / 3 for part in x.split(2)]).sum()
     torch.testing.assert_close(loss, wanted)
     torch.testing.assert_close(model.seen, plain.seen, rtol=0, atol=0)
+
+
+class Counting(nn.Module):
+    """Counts in a buffer without dimensions."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(2)
+        return (self.linear(x) * self.scale).square().mean()
+
+
+def test_a_write_that_torch_loses_is_refused() -> None:
+    """``torch.compile(backend="aot_eager")`` of such a function leaves the buffer as it was."""
+    options = {"microbatches": 1, "stage_compiler": lambda function: function}
+
+    def step(dtype: torch.dtype) -> None:
+        with torch.device("cpu"):  # on a GPU it does not
+            fxpipe.compile(Counting(dtype), fxpipe.Topology([("pipe", 1)]), **options)(torch.ones(2, 4))
+
+    step(torch.float32)
+    with pytest.raises(fxpipe.RunError, match=r"writes scale, a number in float64 without dimensions"):
+        step(torch.float64)

@@ -663,20 +663,39 @@ class Sliced(Toy):
 
 OWN_POSITIONS: dict[str, tuple[type[Toy], str]] = {
     "convolved": (Convolved, "has a convolution along positions that pads the ends of this context rank's part"),
-    "sliced": (Sliced, "takes the first rows of a table of positions (such as freqs_cis[:length])"),
+    "sliced": (Sliced, "takes the first rows of angles as of a table of positions, such as freqs_cis[:length]"),
     "counted": (Counted, "looks up an embedding of positions that it counts itself (torch.arange)"),
 }
 
 
-def of_own_positions(case: str) -> str:
+class InParts(Toy):
+    """As fairseq's attention: a part of a weight, of as many rows as a rank has positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.ones(LENGTH, WIDTH))
+
+    def forward(self, ids: Tensor, labels: Tensor, positions: Tensor) -> Any:
+        x = self.blocks[0](self.embed(ids), positions)
+        return nn.functional.linear(x, self.both[: LENGTH // 2]).square().mean()
+
+
+def on_context_ranks(model: type[Toy]) -> Any:
     fxpipe.init()
     topology = Topology([("context", 2)])
     example = mine(batch(0, 1), topology)
     options = {"microbatches": 1, "tracer": "record", "parallelize": spread}
-    step = fxpipe.compile(OWN_POSITIONS[case][0](), topology, example_kwargs=example, **options)
+    return fxpipe.compile(model(), topology, example_kwargs=example, **options)(**example)
+
+
+def of_own_positions(case: str) -> str:
     with pytest.raises(fxpipe.FxpipeError) as error:
-        step(**example)
+        on_context_ranks(OWN_POSITIONS[case][0])
     return str(error.value)
+
+
+def test_a_part_of_a_weight_is_no_table_of_positions(pool: Pool) -> None:
+    assert all(loss > 0 for loss in pool.run(on_context_ranks, InParts, ranks=2))
 
 
 @pytest.mark.parametrize("case", OWN_POSITIONS)
