@@ -103,6 +103,14 @@ def test_microbatches(name: ScheduleName) -> None:
     check_grows_linearly(lambda microbatches: table(name, 4, 2, microbatches), 16)
 
 
+def test_microbatches_of_a_call() -> None:
+    def called(microbatches: int) -> None:
+        topology = fxpipe.Topology([("pipe", 2)])
+        fxpipe.compile(Blocks(4, 2), topology, microbatches=microbatches)(torch.ones(microbatches, 2))
+
+    check_grows_linearly(called, 16)
+
+
 @pytest.mark.parametrize("name", every(2, NAMES))
 def test_stages_of_a_table(name: ScheduleName) -> None:
     check_grows_linearly(lambda stages: table(name, 4, stages // 4, 6), 12)
