@@ -8,12 +8,15 @@ if TYPE_CHECKING:
 __all__ = ["Program"]
 
 
+def _first_use(name: str) -> Any:
+    """Imports ``Program``, which needs torch, at its first use (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fxpipe.graph' has no attribute {name!r}", name=name)
+    from fxpipe.graph import program
+
+    value = globals()[name] = program.Program
+    return value
+
+
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Imports ``Program``, which needs torch, at its use (PEP 562)."""
-        if name not in __all__:
-            raise AttributeError(f"module 'fxpipe.graph' has no attribute {name!r}", name=name)
-        from fxpipe.graph.program import Program
-
-        return Program
+    __getattr__ = _first_use
