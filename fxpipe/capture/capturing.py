@@ -88,13 +88,13 @@ class Capturing:
         """
         if (graph := self.captures.own_stages) is not None:
             return [Captured(graph.with_backward(), f"{graph}")] * pattern.microbatches
-        keys, each, has_words = list[Pattern](), pattern.each(), True
+        keys, alone, has_words = list[Pattern](), pattern.each(), True
         # Twice: a later micro-batch's capture with symbolic sizes may also be valid for the earlier micro-batches.
         for number in [*range(pattern.microbatches)] * 2:
             if has_words and self.captures.any_words:
                 pattern, has_words = pattern.for_any_words(), False
-                each = pattern.each()
-            keys.append(self._of_one(each[number], pattern, sample))
+                alone = pattern.each()
+            keys.append(self._of_one(alone[number], pattern, sample))
         captured = [self.captures.by_pattern[key] for key in keys[pattern.microbatches :]]
         # A later shape may show that a tracer is wrong. Then the next tracer captures all patterns of this mode again.
         if any((pattern.training, each.tracer) in self.captures.wrong for each in captured):

@@ -57,8 +57,7 @@ def checked_node(axes: Sequence[tuple[str, int]], ranks_per_node: int) -> int:
     groups = axis_groups(sizes, batch)
 
     def fits(size: int) -> bool:
-        even = all(len({len(part) for part in by_node(group, size)}) == 1 for group in groups)
-        return ranks % size == 0 and even
+        return ranks % size == 0 and all(len({len(part) for part in by_node(group, size)}) == 1 for group in groups)
 
     if per_node > 0 and fits(per_node):
         return per_node
