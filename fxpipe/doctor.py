@@ -53,7 +53,6 @@ class Doctor:
         pipe = pipe or next(size for size in range(_MOST_PIPE, 0, -1) if world % size == 0)
         self._topology = Topology.fit(world, pipe=pipe, ranks_per_node=ranks_per_node)
         self._control = connect(self._topology, 2 * TIMEOUT)  # other ranks may still wait in a part that failed here
-        self._control.open((), (), {"all": [range(world)]})
         self._plain: tuple[nn.Module, dict[str, Any]] | None = None
         self._step: ForwardBackward | None = None
         self._module, self._microbatches = torch.get_device_module(self._device), 2 * pipe

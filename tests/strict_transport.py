@@ -219,6 +219,7 @@ class StrictTransport:
             scope: next(group for group in topology.groups(axis) if seat.rank in group)
             for scope, axis in (("pipe", "pipe"), ("data", "batch"))
         }
+        self._ranks["all"] = list(range(topology.world_size))
         self.pipe_rank: int | None = self._ranks["pipe"].index(seat.rank)
         self.data_rank = self._ranks["data"].index(seat.rank)
         self.data_size = len(self._ranks["data"])

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from tabulate import tabulate
 
@@ -267,13 +268,17 @@ class Topology(Tabular):
         """
         live = self._distributed()
         if live.mesh is None:
-            from torch.distributed.device_mesh import init_device_mesh
+            import torch
+            from torch.distributed.device_mesh import DeviceMesh
 
             # Libraries that spread experts take the mesh of the tensor axis, too, also where that is a single rank.
             axes = dict(self._axes)
             if "expert" in self._index and "tensor" not in self._index:
                 axes["tensor"] = 1
-            live.mesh = init_device_mesh(served_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            groups = [_new_group(Topology(axes.items()).groups(name)) for name in axes]
+            ranks = torch.arange(self._world_size, device="cpu").view(*axes.values())
+            group = groups if len(groups) > 1 else groups[0]
+            live.mesh = DeviceMesh.from_group(group, served_device().type, ranks, mesh_dim_names=tuple(axes))
         return live.mesh
 
     def group(self, axis: str) -> ProcessGroup:
@@ -311,7 +316,7 @@ class Topology(Tabular):
         if zero_scope not in live.data_meshes:
             from torch.distributed.device_mesh import DeviceMesh
 
-            # Every rank makes the groups of all ranks, as torch requires; the mesh holds this rank's batch group alone.
+            # The mesh holds this rank's batch group alone.
             nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were in a single node
             groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
             rows = by_node(self._mine(BATCH), nodes._node)
@@ -538,8 +543,16 @@ class Topology(Tabular):
 
 
 def _new_group(groups: list[list[int]]) -> ProcessGroup:
-    """Makes all ``groups``, as every rank must, and returns the group that this rank is in."""
+    """Makes the one of ``groups`` that this rank is in, by a call of every rank."""
     import torch.distributed as dist
 
-    created: list[tuple[list[int], ProcessGroup]] = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next(group for ranks, group in created if dist.get_rank() in ranks)
+    from fxpipe.torch_compat import group_of_members
+
+    world = dist.group.WORLD
+    number = _made[world] = _made.get(world, 0) + 1
+    ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
+    return group_of_members(ranks, f"fxpipe, group {number} of a topology, of {ranks[0]}")
+
+
+_made: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+"""World → the number of calls of ``_new_group`` in it: all its ranks make them in the same order."""

@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -95,6 +95,7 @@ class DistributedTransport:
         self._store = dist.distributed_c10d.PrefixStore(f"fxpipe/{self.number}", default_store())
         self._pipes = topology.groups("pipe")
         coordinate = {"pipe": self._pipes, "data": topology.groups(BATCH)}
+        self._axes = [*coordinate, *["tensor"] * (topology.size("tensor") > 1)]
         self._ranks: dict[Scope, list[int]] = {"all": list(range(dist.get_world_size()))}
         for scope, groups in coordinate.items():
             self._ranks[scope] = next(group for group in groups if self.rank in group)
@@ -186,24 +187,21 @@ class DistributedTransport:
             here.waiting = None
 
     def _new_scopes(self, groups: Iterable[tuple[Scope, Sequence[Sequence[int]]]]) -> None:
-        """Makes a device group and a host group for each list of ranks; all ranks of the world call in one order."""
-        for scope, ranks in ((scope, ranks) for scope, some in groups for ranks in some):
+        """Makes a device and a host group for each list that this rank is in; the order is the same on all ranks."""
+        for scope, ranks in ((scope, list(ranks)) for scope, some in groups for ranks in some if self.rank in ranks):
+            self._ranks[scope] = ranks
             if len(ranks) == 1 and scope not in ("pipe", "data"):  # a group of a single rank communicates nothing
-                if self.rank in ranks:
-                    self._ranks[scope] = list(ranks)
                 continue
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            host = group
+            name = f"fxpipe {self.number}: {scope} of {ranks[0]}"
+            group = host = group_of_members(ranks, name, timeout=self._timeout)
             if not self._on_host:
-                host = dist.new_group(list(ranks), timeout=self._longest, backend="gloo")
-            if self.rank in ranks:
-                self._groups[scope], self._hosts[scope], self._ranks[scope] = group, host, list(ranks)
+                host = group_of_members(ranks, f"{name}, on hosts", timeout=self._longest, backend="gloo")
+            self._groups[scope], self._hosts[scope] = group, host
 
     def ranks(self, scope: Scope) -> tuple[int, ...]:
         return tuple(self._ranks[scope])
 
     def open(self, pairs: Sequence[Pair], owners: Sequence[tuple[int, ...]], groups: Groups = NO_GROUPS) -> None:
-        # Every rank makes all groups of all pipelines in the same order: torch's new_group is a call of all ranks.
         of_owners = {owner: [[pipe[rank] for rank in owner] for pipe in self._pipes] for owner in owners}
         self._apart(lambda: self._new_scopes([*of_owners.items(), *groups.items()]))
         self.open_more(pairs)
@@ -250,6 +248,9 @@ class DistributedTransport:
             raise PeerLost(f"a message with {self.watchdog.named(link.peer)}", (link.peer,), error) from None
 
     def gather(self, scope: str, item: Any) -> list[Any]:
+        if scope == "all":
+            values = self._over_axes(item)
+            return [values[place] for place in self._places]
         self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return [item]
@@ -257,7 +258,22 @@ class DistributedTransport:
         everyone = zip(self._gathered(scope, encode_for_all(item)), self._ranks[scope], strict=True)
         return [decode(sent, f"rank {rank}") for sent, rank in everyone]
 
+    def _over_axes(self, item: Any) -> list[Any]:
+        """Returns all ranks' items, gathered over one axis after the other, so that no group connects all ranks."""
+        values = [item]
+        for scope in self._axes:
+            values = [each for some in self.gather(scope, values) for each in some]
+        return values
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """Each rank's place in the results of ``_over_axes``. All ranks ask for them in the same call of ``gather``."""
+        ranks = self._over_axes(self.rank)
+        return sorted(range(len(ranks)), key=ranks.__getitem__)
+
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
+        if scope == "all":
+            return tuple(self.gather(scope, item))
         self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)

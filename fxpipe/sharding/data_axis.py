@@ -54,9 +54,8 @@ def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
     hierarchical = all(len(group) > 1 for group in (*topology.shard_groups(), *topology.replica_groups()))
     in_one_node = zero_scope == "data" if zero else not hierarchical
     nodes = Topology(topology.axes) if in_one_node else topology
-    shards, everyone = nodes.shard_groups(), [list(range(topology.world_size))]
-    groups = {"shard": shards, "gather": shards, "replica": nodes.replica_groups()}
-    return {**groups, "flags": topology.groups(BATCH), "all": everyone}
+    shards = nodes.shard_groups()
+    return {"shard": shards, "gather": shards, "replica": nodes.replica_groups(), "flags": topology.groups(BATCH)}
 
 
 def scope_of(axes: Collection[str], topology: Topology) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fxpipe
 from fxpipe.distributed import torch_transport
@@ -170,3 +173,68 @@ def test_a_topology_of_another_size_is_refused(pool: Pool) -> None:
     for outcome in pool.outcomes(connected, 4, ranks=2):
         assert isinstance(outcome.error, TopologyError)
         assert "4 ranks (pipe 4), but 2 processes run; start 4" in str(outcome.error)
+
+
+class TiedEnds(nn.Module):
+    """Three stages, of which the first and the last use one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(fxpipe.stage_boundary(self.b(fxpipe.stage_boundary(self.a(x))))).square().mean()
+
+
+def groups_of_a_run(axes: Sequence[tuple[str, int]], zero: int, options: Mapping[str, Any], folder: str) -> list[int]:
+    """How many groups this rank makes, how many of these it is in, and how often the world's communicator is split."""
+    from tests.simulated_gpu.nccl import splits_of_world
+
+    device, calls, real = fxpipe.init(), list[Any](), dist.new_group
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(real(*args, **kwargs))
+        return calls[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", counted)
+        topo = fxpipe.Topology(axes)
+        x = torch.ones(4, 4, device=device)
+        step = fxpipe.compile(TiedEnds().to(device), topo, microbatches=2, zero=zero, example_args=(x,), **options)
+        optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
+        step(x)
+        step.clip_grad_norm_(1.0)
+        optimizer.step()
+        fxpipe.save(folder, step, optimizer, step=1)
+        for name in ("model", "batch", axes[-1][0]):
+            assert dist.get_world_size(topo.group(name)) == len(topo.groups(name)[0])
+    members = [group for group in calls if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [len(calls), len(members), splits_of_world().count]
+
+
+def sharded(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage, mesh=mesh["data"])
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "options"),
+    [
+        ([("pipe", 3)], 0, {}),
+        ([("pipe", 4)], 0, {"placement": {"a": (0, 1, 2), "b": 1, "c": 3}}),
+        *(([("pipe", 2), ("data", 2)], zero, {}) for zero in range(4)),
+        ([("pipe", 2), ("data", 2)], 0, {"parallelize": sharded}),
+        ([("pipe", 2), ("expert", 2)], 0, {}),
+        ([("tensor", 2), ("pipe", 2)], 0, {}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_a_rank_makes_the_groups_that_it_is_in_alone_and_splits_no_communicator_of_others(
+    gpus: Gpus, axes: list[tuple[str, int]], zero: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """NCCL waits for ever if a rank splits the world's communicator more often than another: tied weights on three
+    ranks did so. Each group of others takes a rank a round through the store, 6,307 of them on 16 x 1,024 ranks."""
+    ranks = math.prod(size for _, size in axes)
+    for made, mine, splits in gpus.run(groups_of_a_run, axes, zero, options, str(tmp_path), ranks=ranks):
+        assert made == mine <= 24
+        assert splits == 0
