@@ -100,9 +100,11 @@ def is_item_write(node: Node) -> bool:
     return node.target in _ITEM_WRITES or operator_name(node) == "__setitem__"
 
 
-def returns_written(node: Node) -> bool:
+def returns_written(program: Program, node: Node) -> bool:
     """Whether an operation that writes returns the tensor that it has written, as ``x.add_(1)`` does."""
-    if node.op == "call_module" or node.target in _IN_PLACE_OPERATORS:
+    if node.op == "call_module":
+        return not isinstance(program.attribute(node), OpaqueCall)
+    if node.target in _IN_PLACE_OPERATORS:
         return True
     if isinstance(node.target, OpOverload):
         returns = schema_of(node.target).returns
@@ -116,7 +118,8 @@ def written(program: Program, node: Node) -> list[Node]:
     """Returns the argument nodes whose memory ``node`` writes."""
     if node.op == "call_module":
         module = program.attribute(node)
-        return [node.args[0]] if getattr(module, "inplace", False) and isinstance(node.args[0], Node) else []
+        indices = module.overwrites if isinstance(module, OpaqueCall) else [0] * bool(getattr(module, "inplace", False))
+        return [source for index in indices for source in nodes_in(node.args[index])]
     if not node.op.startswith("call_") or is_number(node):
         return []
     name = operator_name(node)
@@ -168,7 +171,7 @@ def aliased(program: Program, node: Node) -> list[Node]:
 
 def writes_apart(program: Program, node: Node) -> bool:
     """Whether a node writes memory that its result does not share, as a batch norm writes its running mean."""
-    if not written(program, node) or returns_written(node):
+    if not written(program, node) or returns_written(program, node):
         return False
     return not (_shared_by_module(program, node) if node.op == "call_module" else _shared(node))
 

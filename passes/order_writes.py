@@ -29,19 +29,19 @@ def order_writes(program: Program) -> Program:
         if not targets:
             continue
         # Only later nodes read the written value; earlier readers keep the old value.
-        result = _as_expression(program.graph, node)
+        result = _as_expression(program, node)
         if result is not None:
             targets[0].replace_all_uses_with(result, lambda user: user is not result and result < user)  # noqa: B023
     return program
 
 
-def _as_expression(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def _as_expression(program: Program, node: fx.Node) -> fx.Node | None:
     """Returns a node whose value is the tensor that ``node`` has written; None if ``node`` returns something else."""
     if is_item_write(node):
-        with graph.inserting_after(node):
-            expression = graph.create_node("call_function", setitem, node.args, {}, name=f"{node.name}_written")
+        with program.graph.inserting_after(node):
+            expression = program.graph.create_node("call_function", setitem, node.args, {}, name=f"{node.name}_written")
         expression.meta = dict(node.meta)
         expression.stack_trace = node.stack_trace
-        graph.erase_node(node)
+        program.graph.erase_node(node)
         return expression
-    return node if returns_written(node) else None
+    return node if returns_written(program, node) else None

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import errors
+from fxpipe import Topology, errors
+from fxpipe.capture import questions
 from fxpipe.progress import log
 
 PAGE = Path(__file__).parents[1] / "examples" / "errors.md"
@@ -21,6 +26,46 @@ def test_every_error_is_shown_on_the_page_which_is_run() -> None:
     shown = "".join(re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
     kinds = {kind.__name__ for kind in errors.FxpipeError.__subclasses__() if kind.__module__ == errors.__name__}
     assert kinds <= set(re.findall(r"^(\w+): ", shown, re.MULTILINE))
+
+
+PUBLIC = tuple(kind for kind in errors.FxpipeError.__subclasses__() if kind.__name__ in fxpipe.__all__)
+
+
+class Asking(nn.Module):
+    """Asks ``what`` between two layers that are in two stages."""
+
+    def __init__(self, what: Callable[[nn.Linear, Tensor], object]) -> None:
+        super().__init__()
+        self.below, self.above, self.what = nn.Linear(4, 4), nn.Linear(4, 1), what
+
+    def forward(self, x: Tensor, given: object = None) -> Tensor:
+        h = x if self.what(self.below, x) else -x
+        return self.above(fxpipe.stage_boundary(self.below(h))).mean()  # type: ignore[no-any-return]
+
+
+INTERNAL: dict[str, list[Callable[[nn.Linear, Tensor], object]]] = {
+    "Asked": [lambda layer, x: layer.weight.sum() > x.sum(), lambda layer, x: x.max() > 9 or np.random.rand()],
+    "Unanswered": [lambda layer, x: all((x * number).sum() > -99 for number in range(4))],
+    "_Unknown": [lambda layer, x: True],
+}
+"""Exception of fxpipe that is of no public class → what leads to it."""
+
+
+def test_every_other_exception_becomes_one_of_a_public_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(questions, "MOST_QUESTIONS", 2)
+    sources = [path.read_text() for folder in ("fxpipe", "passes") for path in (PAGE.parents[1] / folder).rglob("*.py")]
+    classes = [node for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    bases = {node.name: [ast.unparse(base) for base in node.bases] for node in classes}
+    raised, public = {"Exception", "BaseException"}, {kind.__name__ for kind in PUBLIC}
+    for _ in range(3):  # the deepest class is as many classes below
+        public |= {name for name in bases if public.intersection(bases[name])}
+        raised |= {name for name in bases.keys() - public if raised.intersection(bases[name])}
+    assert raised - {"Exception", "BaseException", "FxpipeError"} == set(INTERNAL)
+    for name, asked in INTERNAL.items():
+        batch: dict[str, Any] = {"x": torch.ones(4, 4), "given": iter(()) if name == "_Unknown" else None}
+        for what in asked:
+            with pytest.raises(PUBLIC):
+                fxpipe.compile(Asking(what), Topology([("pipe", 2)]), microbatches=2, example_kwargs=batch)
 
 
 @pytest.mark.parametrize(

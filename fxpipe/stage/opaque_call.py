@@ -150,6 +150,8 @@ class OpaqueCall(nn.Module):
         self.parts = nn.ModuleDict()
         self.parts._modules.update(parts)
         self.name, self.method = name, method
+        self.overwrites: list[int] = []
+        """The indices of the tensor arguments into which the call writes."""
         self.attributes: frozenset[tuple[str, str]] = frozenset()
         """The attributes that a region sets, of those that it sets or reads: (the path of their module, their name)."""
         self.varies = True
@@ -168,7 +170,8 @@ class OpaqueCall(nn.Module):
         count = self._arguments.leaves.count(TENSOR)
         tensors, sizes = values[:count], values[count:]
         args, kwargs = self._arguments.filled(tensors)
-        with unwritten(self.name, tensors), self.watch():
+        others = [tensor for index, tensor in enumerate(tensors) if index not in self.overwrites]
+        with unwritten(self.name, others), self.watch():
             returned = self._run(args, kwargs)
         results = self._returned.of_another(returned)
         if results is None:

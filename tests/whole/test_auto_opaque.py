@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,20 @@ import fxpipe
 from fxpipe import FxpipeError, PartitionError, Topology, TraceError
 from fxpipe.stage.opaque_call import opaque_calls
 from tests import models
-from tests.harness import Engines, Run, Steps, assert_run, assert_steps, reference, stepped, steps_of
+from tests.harness import (
+    Engines,
+    Run,
+    Steps,
+    accumulate,
+    assert_run,
+    assert_same,
+    assert_steps,
+    cut,
+    gradients_of,
+    reference,
+    stepped,
+    steps_of,
+)
 from tests.layered import WIDTH, Layer, Layers, assert_trains, compiled, vectors
 from tests.models import Case, Inputs, linear
 from tests.pool import Pool
@@ -104,6 +119,47 @@ def test_it_is_refused_with_the_rule_where_that_is_asked_for(options: dict[str, 
 def test_a_part_that_holds_a_cut_is_not_opaque() -> None:
     with pytest.raises(TraceError, match="value"):
         compiled(Picks(), vectors(0), [*CUTS, "other.inner"])
+
+
+class Augments(Layers):
+    """Masks by NumPy's draws, in place, in a method, as SpecAugment does; behind it forward asks about an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.ones(WIDTH))
+
+    def masked(self, x: Tensor) -> Tensor:
+        if self.training:
+            places = np.random.rand(*x.shape) < 0.3
+            x[torch.tensor(places)] = self.embed.expand_as(x)[torch.tensor(places)]
+        return x
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.masked(self.first(x))
+        if y.max() > 99:
+            raise ValueError("y is too large")
+        return F.mse_loss(self.run(x), y)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True, "schedule": "zb_h1"}])
+def test_a_method_that_draws_masks_is_opaque_by_itself_and_is_seeded(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Augments()
+    plain, batch = copy.deepcopy(model), vectors(1)
+    forward_backward = compiled(model, vectors(0), CUTS, **options)
+    assert "masked is opaque" in str(forward_backward.stages)
+    for step in range(2):
+        plain.zero_grad()
+        forward_backward.zero_grad()
+
+        def call(place: int, part: Any, step: int = step) -> Tensor:
+            np.random.seed(forward_backward.seed(0, place, step) % 2**32)
+            return plain(**part)  # type: ignore[no-any-return]
+
+        assert_same(forward_backward(**batch), accumulate(call, cut(batch, 2))[0], "loss")
+        wanted = gradients_of(plain.named_parameters())
+        for name, gradient in gradients_of(forward_backward.named_parameters()).items():
+            assert_same(gradient, wanted[name], name, 1e-6)
 
 
 class Mostly(Picks):

@@ -6,19 +6,21 @@ at values is opaque. At length: ``lengths.py`` and ``opaque_regions.py`` in ``ex
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import fxpipe
 from fxpipe import Packed, Topology, TraceError
-from tests.harness import Engines, accumulate, assert_gradients, assert_run, assert_same, gradients_of, trained
+from tests.harness import Engines, accumulate, assert_gradients, assert_run, assert_same, cut, gradients_of, trained
 from tests.models import Inputs
 from tests.pool import Pool
 from tests.thinned import ALL
@@ -26,7 +28,7 @@ from tests.thinned import ALL
 pytest.importorskip("transformers")
 
 from tests.hf import IMAGE_TOKEN, LENGTH, MODELS, NONE_LEFT, PATCHES, WORDS, layers, llava, text, trained_plainly
-from tests.opaque_regions import HUBERT, STUDIES, furthest, plainly, train
+from tests.opaque_regions import HUBERT, STUDIES, furthest, plainly, spoken, train
 
 ENDS = {"CLIP": ("visual_projection", "text_projection"), "SigLIP": ("vision_model", "text_model")}
 
@@ -220,6 +222,29 @@ def test_two_steps_are_those_of_plain_pytorch(
 
 def _trained(name: str, data: int, in_one: bool, tracer: str) -> dict[str, Any]:
     return train(STUDIES[name], 4 // data if ALL else 2, data, data - 1, in_one, tracer=tracer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "cut_at"), [("HuBERT", "hubert.encoder.layers.1"), ("Whisper", "model.encoder")])
+def test_masks_of_spec_augment_are_drawn_anew_and_as_the_seed_says(name: str, cut_at: str) -> None:
+    g = torch.Generator().manual_seed(1)
+    without = HUBERT.model() if name == "HuBERT" else MODELS["Whisper"].model()
+    batch = spoken((1, 2, 3, 4), g) if name == "HuBERT" else MODELS["Whisper"].batch(0, 4)
+    vars(without.config).update(apply_spec_augment=True, mask_time_prob=0.5, mask_time_length=4)
+    model = type(without)(without.config).train()
+    plain = copy.deepcopy(model)
+    forward_backward = fxpipe.compile(
+        model, Topology([("pipe", 2)]), microbatches=2, boundaries={cut_at: "after"}, example_kwargs=batch
+    )
+    losses = [forward_backward(**batch) for _ in range(3)]
+    for step, loss in enumerate(losses):
+
+        def call(place: int, part: Inputs, step: int = step) -> Tensor:
+            np.random.seed(forward_backward.seed(0, place, step) % 2**32)
+            return plain(**part)["loss"]  # type: ignore[no-any-return]
+
+        assert_same(loss, accumulate(call, cut(copy.deepcopy(batch), 2))[0], "loss", ROUNDING)
+    assert len(set(map(float, losses))) == len(losses)
 
 
 def test_a_model_that_looks_at_values_trains_without_a_rule(pool: Pool) -> None:

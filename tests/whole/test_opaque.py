@@ -192,8 +192,6 @@ class Odd(nn.Module):
 
     def region(self, x: Tensor) -> Any:
         h = self.inner(x)
-        if self.how == "writes":
-            x += 1
         if self.how == "object":
             return object()
         if self.how == "sets":
@@ -218,11 +216,10 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("how", "tracer"),
-    in_turn(["writes", "object", "sets", "marks", "read", "number", "makes"], ["record", "symbolic", "export"]),
+    in_turn(["object", "sets", "marks", "read", "number", "makes"], ["record", "symbolic", "export"]),
 )
 def test_what_a_region_may_not_do_is_refused(how: str, tracer: str) -> None:
     told = {
-        "writes": "writes into a tensor",
         "object": "returns a object",
         "sets": "sets head.note outside of it",
         "marks": "a boundary lies inside of region",
@@ -232,6 +229,39 @@ def test_what_a_region_may_not_do_is_refused(how: str, tracer: str) -> None:
     }
     with pytest.raises(FxpipeError, match=told[how]):
         compiled(two(lambda: Odd(how)), boundaries=REGION, tracer=tracer, example_kwargs=BATCHES[0])
+
+
+class Overwrites(nn.Module):
+    """Its method writes into a value that forward uses behind it, and into an input. With ``later`` it also writes into
+    its last argument where that is negative."""
+
+    def __init__(self, later: bool = False) -> None:
+        super().__init__()
+        self.first, self.head, self.later, self.fill = linear(), linear(), later, nn.Parameter(torch.ones(WIDTH))
+
+    def region(self, h: Tensor, scale: float, y: Tensor, x: Tensor) -> Tensor:
+        h[:, 1:3] = self.fill[1:3] * scale if h.sum().item() else 0.0
+        y[0] = 0.5
+        if self.later and x.amin().item() < 0:
+            x += 1
+        return y
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        y = self.region(h, 2.0, y=y, x=x)
+        return (self.head(h.tanh()) - y).square().mean()
+
+
+@pytest.mark.parametrize(("tracer", "at"), in_turn(TRACERS, [{"head": "before"}, {"first": "after"}]))
+def test_a_region_may_write_into_what_it_is_given(tracer: str, at: Any) -> None:
+    case = two(Overwrites)
+    assert_trains(case, [case.batch(number) for number in range(2)], {"region": "whole", **at}, tracer)
+
+
+def test_a_region_that_writes_more_than_it_was_seen_to_is_refused() -> None:
+    forward_backward = compiled(two(lambda: Overwrites(later=True)), boundaries=REGION, example_kwargs=POSITIVE)
+    with pytest.raises(RunError, match=r"region writes into a tensor of shape \[2, 6\] that it is given"):
+        forward_backward(**NEGATIVE)
 
 
 def replaced() -> nn.Module:

@@ -154,10 +154,11 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
         text = f"torch.export cannot follow the model: {type(error).__name__}: {error}\n{line}".rstrip()
         raise TraceError(text) from error
     sys.stderr.write(printed.getvalue())
-    if call.guard.random.rewind():  # runs forward again to find the line, which may be in a part that can be opaque
-        with RandomWatch(call.guard.random):
-            call.result(call.request.module, call.values)
-        refuse_random_numbers()
+    if call.guard.random.rewind():
+        if call.is_watched:  # the code behind forward's last operation drew
+            refuse_random_numbers()
+        call.is_watched = True  # exports again to find the line, which may be in a part that can be opaque
+        return _exported(call)
     return exported
 
 
@@ -182,7 +183,7 @@ class ExportedCall:
         self.decisions = Decisions(request.answers, request.asks_numbers)
         self.question: Asked | None = None
         """The unanswered question at which forward ended, if any; the export then computes the value asked for."""
-        self.boundaries = 0
+        self.boundaries, self.is_watched = 0, False
         self._given: dict[tuple[str, int], list[Tensor]] = {}
         self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
@@ -255,7 +256,9 @@ class ExportedCall:
         self.boundaries = 0
         request = replace(self.request, module=model)
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
-        with self.decisions.answered(), recording(self._record), self.regions.as_nodes(), cuts, self.guard.tracing():
+        asking = self.decisions.answered()
+        watch = RandomWatch(self.guard.random) if self.is_watched else contextlib.nullcontext()
+        with asking, watch, recording(self._record), self.regions.as_nodes(), cuts, self.guard.tracing():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:

@@ -19,7 +19,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
 from fxpipe.like import TensorLike
 from fxpipe.stage.modes import within
-from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure, unwritten
+from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree, version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
@@ -127,11 +127,12 @@ class _Observer:
         # a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
+        given = _versions(args, kwargs)
         called: list[nn.Module] = []
         hook = register_module_forward_pre_hook(lambda module, args: called.append(module))
         try:
             mode = TouchedMode()
-            with unwritten(region.name, (args, kwargs)), noting() as noted, mode, mode.noting() as touched:
+            with noting() as noted, mode, mode.noting() as touched:
                 result = inner(*args, **kwargs)
         finally:
             hook.remove()
@@ -157,7 +158,10 @@ class _Observer:
         sizes = frozenset(size for leaf in leaves for size in getattr(leaf, "shape", ()))
         sizes |= {len(leaf) for leaf in leaves if _are_words(leaf)}
         returned = _described(region, result, torch.is_grad_enabled())
-        self._seen[region.name, number] = SeenCall(returned, parts, tuple(reads), tuple(writes), sets, asks, sizes)
+        overwrites = frozenset(dict(_versions(args, kwargs).items() - given.items()))
+        self._seen[region.name, number] = SeenCall(
+            returned, parts, tuple(reads), tuple(writes), sets, asks, sizes, overwrites
+        )
         return result
 
     def _sets(self, region: Region, before: Snapshot, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -178,6 +182,12 @@ class _Observer:
                         "persistent=False"
                     )
                 yield path, name
+
+
+def _versions(args: Any, kwargs: Any) -> dict[int, int]:
+    """Position among the leaves of a call's arguments → how often the tensor was written; no inference tensors."""
+    leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+    return {index: version_of(leaf) for index, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
 
 
 def _are_words(value: Any) -> bool:

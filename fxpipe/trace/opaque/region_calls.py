@@ -99,6 +99,8 @@ class Regions:
         parts = {str(index): module.get_submodule(path) for index, path in enumerate(seen.parts)}
         opaque = OpaqueCall(region.name, module.get_submodule(region.path), region.method, parts, arguments, returned)
         opaque.attributes, opaque.varies = seen.sets | seen.asks, region.varies
+        positions = (position for position, leaf in enumerate(arguments.leaves) if leaf is TENSOR)
+        opaque.overwrites = [index for index, position in enumerate(positions) if position in seen.overwrites]
         index = self.request.whole.index(region)  # tells enc.proj from enc_proj
         target = f"whole_{region.name.replace('.', '_')}_{index}_{number}"
         call = RegionCall(region, number, target, seen, opaque, list(arguments.tensors))

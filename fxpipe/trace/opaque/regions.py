@@ -35,6 +35,7 @@ class SeenCall:
     the call ran; ``reads``: the names of the parameters and buffers that it may use; ``writes``: the names of the
     parameters and buffers that it wrote; ``sets``: (module's path, name) of each attribute that it changed; ``asks``:
     the attributes that it read and some region changed. ``sizes``: the sizes of its tensors and lists of strings.
+    ``overwrites``: the positions, among the leaves of its arguments, of the tensors into which it wrote.
     """
 
     returned: Any
@@ -44,6 +45,7 @@ class SeenCall:
     sets: frozenset[tuple[str, str]] = frozenset()
     asks: frozenset[tuple[str, str]] = frozenset()
     sizes: frozenset[int] = frozenset()
+    overwrites: frozenset[int] = frozenset()
 
     @property
     def likes(self) -> list[TensorLike]:
