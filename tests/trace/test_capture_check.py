@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from fxpipe.trace.checks import capture_check
+from fxpipe.trace.state.snapshot import Snapshot
 from tests.device import DEVICE
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, Layers, linear, vectors
@@ -287,6 +290,56 @@ def test_the_model_is_afterwards_what_it_was() -> None:
     assert all(torch.equal(p.grad, torch.full_like(p, 3.0)) for p in model.parameters() if p.grad is not None)
     forward_backward(**batch())
     assert inner.calls == 4
+
+
+class Observed(nn.Module):
+    """Its buffer gets a shape in the first forward, as in observers of ``torch.ao.quantization``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            now = x.abs().amax(0)
+            if not self.largest.numel():
+                self.largest.resize_(now.shape).fill_(1)
+            self.largest.lerp_(now, 0.5)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_buffer_that_gets_its_shape_in_forward_and_all_others_are_left_alone(recompute: bool) -> None:
+    inner, given = Observed(), batch()
+    plain = Hidden(inner, inner)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model, example = copy.deepcopy(plain), {name: 100 * tensor for name, tensor in given.items()}
+        forward_backward = compiled(model, example, recompute=recompute, boundaries={"eager": "whole"})
+        left = forward_backward.state_dict(full=True)
+        assert all(torch.equal(left[name], tensor) for name, tensor in plain.state_dict().items())
+        forward_backward(**given)
+        return forward_backward.state_dict(full=True)
+
+    states = run_strict(run, 2, 0)
+    for x, y in zip(given["x"].chunk(4), given["y"].chunk(4), strict=True):
+        plain(x, y)
+    for name, tensor in plain.state_dict().items():
+        assert all(torch.equal(state[name], tensor) for state in states), name
+
+
+def test_an_attribute_that_cannot_be_restored_ends_the_restoring_of_no_other() -> None:
+    inner = Stateful()
+    inner.cache[0] = table = np.zeros(2)
+    before = Snapshot(inner)
+    table[:] = inner.calls = 1
+    inner.seen.append(1)
+    inner.total.resize_(3)
+    table.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        before.restore()
+    assert (inner.calls, inner.seen, inner.total.shape, inner.total.untyped_storage().nbytes()) == (0, [], (), 4)
 
 
 def test_the_example_is_not_written() -> None:
