@@ -130,7 +130,8 @@ class Calls:
             recorder.marks += 1
             return True
         # a tensor that is set before it is read is local to this call; a number may steer a branch in the next call
-        if isinstance(value, Tensor) and self.own.take(module, name, value, recorder.is_constant(value)):
+        parts = tensors(value)
+        if parts and self.own.take(module, name, value, all(map(recorder.is_constant, parts))):
             self.in_call.add(full)
         else:
             before, is_plain = vars(module).get(name), isinstance(value, (bool, int, float, str, type(None)))
