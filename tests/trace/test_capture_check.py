@@ -72,6 +72,7 @@ def test_a_capture_that_computes_another_loss_is_refused_with_both_numbers() -> 
         compiled(model, given, tracer="symbolic")
     numbers = f"{wrong:.6g} in stage 'second' and {right:.6g} in the model"
     assert f"the loss on micro-batch 0 is {numbers}" in str(failure.value)
+    assert "check_capture" not in str(failure.value), "no check that has found a fault is to be switched off"
 
 
 def test_a_capture_that_loses_a_gradient_is_refused_with_the_parameter_and_its_stage() -> None:
@@ -463,3 +464,29 @@ def test_reentrant_checkpoints_are_checked() -> None:
     model = Reentrant()
     model.a.requires_grad_(False)
     assert "checked against the model on 2" in told(model, tracer="record")
+
+
+class OnData(Layers):
+    names = "a b"
+
+    def __init__(self, needs: bool, cut: bool) -> None:
+        super().__init__()
+        self.needs, self.cut = needs, cut
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = checkpoint(lambda x, unused: self.a(x), x, torch.ones(1, requires_grad=self.needs), use_reentrant=True)
+        return F.mse_loss(self.b(stage_boundary(h) if self.cut else h), y)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_reentrant_checkpoint_trains_where_an_argument_needs_a_gradient_as_in_torch(needs: bool, cut: bool) -> None:
+    plain, given = OnData(needs, cut), batch()
+    model = copy.deepcopy(plain)
+    fxpipe.compile(model, TWO if cut else fxpipe.Topology([("pipe", 1)]), microbatches=4, example_kwargs=given)(**given)
+    for x, y in zip(given["x"].chunk(4), given["y"].chunk(4), strict=True):
+        (plain(x, y) / 4).backward()
+    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(mine.grad, right.grad, name)
+        assert (right.grad is None) == (name.startswith("a.") and not needs)

@@ -234,6 +234,11 @@ class Calls:
                 return apply(function, *args, **kwargs)
             if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
                 run, preserve_rng_state, *inputs = args
+                # as in torch: no result requires a gradient if no argument does; for other frozen parameters a model is
+                # captured anew
+                if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+                    with torch.no_grad():
+                        return run(*inputs)
                 with recorder.checkpointed(use_reentrant=True, preserve_rng_state=preserve_rng_state):
                     return run(*inputs)
             if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
