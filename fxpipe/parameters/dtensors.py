@@ -79,7 +79,7 @@ def check_fits(name: str, target: Tensor, where: object, shape: torch.Size, dtyp
     if target.shape != shape:
         raise CheckpointError(
             f"{name} has shape {list(target.shape)}, {where} has {list(shape)}; build the model with the configuration "
-            "that was saved"
+            "that was saved, or call it once before fxpipe.compile if its forward gives the buffer a shape"
         )
     if not converts(dtype, target.dtype):
         raise CheckpointError(

@@ -296,6 +296,9 @@ def full_state_dict(
     """
     own, whole = mine.state_dict(), dict[int, Tensor]()
     saved = saved_tensors(model) if transport.pipe_rank is not None else {}
+    # forward may have given a buffer a shape that the other ranks do not know
+    buffers = {name: tuple(like.shape) for name, like in saved.items() if not isinstance(like, nn.Parameter)}
+    shapes = transport.gather("pipe", buffers) if transport.pipe_rank is not None else []
     # Broadcasts one tensor at a time, so that memory holds the result and at most one more tensor.
     for name, like in saved.items():
         if id(like) in whole:
@@ -303,6 +306,8 @@ def full_state_dict(
         owner = next(rank for rank, names in enumerate(owners.names) if name in names)
         if transport.pipe_rank == owner:
             tensor = _whole(own[name], transport).to(device)
+        elif (shape := shapes[owner].get(name, like.shape)) != like.shape:
+            tensor = torch.empty(shape, dtype=like.dtype, device=device)
         else:
             tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
         broadcast([tensor], transport, "pipe", owner)

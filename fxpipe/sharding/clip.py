@@ -55,7 +55,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not math.isfinite(norm.item()):
         raise RunError(
             f"the gradients' norm of order {norm_type} is {norm.item()}, so they cannot be clipped; "
-            "look for the first inf or nan, or write error_if_nonfinite=False to go on"
+            "look for the first inf or nan"
         )
     for group in _alike(gradient for _, gradient in gradients):
         # torch scales the .grad of tensors, by the norm in float64, whatever dtypes a rank has.

@@ -87,7 +87,7 @@ def test_inf_and_nan_are_an_error_if_asked_and_otherwise_as_in_pytorch(value: fl
     for parameters in (mine, plain):
         assert parameters[0].grad is not None
         parameters[0].grad[0, 0] = value
-    with pytest.raises(RunError, match=r"cannot be clipped.*error_if_nonfinite=False"):
+    with pytest.raises(RunError, match="cannot be clipped"):
         clip_grad_norm_([piece(p) for p in mine], LocalTransport(), False, 1.0, order, error_if_nonfinite=True)
     norm = clip_grad_norm_([piece(p) for p in mine], LocalTransport(), False, 1.0, order)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain, 1.0, order), equal_nan=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from fxpipe.trace.checks import capture_check
+from fxpipe.trace.state.snapshot import Snapshot
 from tests.device import DEVICE
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, Layers, linear, vectors
@@ -69,6 +72,7 @@ def test_a_capture_that_computes_another_loss_is_refused_with_both_numbers() -> 
         compiled(model, given, tracer="symbolic")
     numbers = f"{wrong:.6g} in stage 'second' and {right:.6g} in the model"
     assert f"the loss on micro-batch 0 is {numbers}" in str(failure.value)
+    assert "check_capture" not in str(failure.value), "no check that has found a fault is to be switched off"
 
 
 def test_a_capture_that_loses_a_gradient_is_refused_with_the_parameter_and_its_stage() -> None:
@@ -289,6 +293,56 @@ def test_the_model_is_afterwards_what_it_was() -> None:
     assert inner.calls == 4
 
 
+class Observed(nn.Module):
+    """Its buffer gets a shape in the first forward, as in observers of ``torch.ao.quantization``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            now = x.abs().amax(0)
+            if not self.largest.numel():
+                self.largest.resize_(now.shape).fill_(1)
+            self.largest.lerp_(now, 0.5)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_buffer_that_gets_its_shape_in_forward_and_all_others_are_left_alone(recompute: bool) -> None:
+    inner, given = Observed(), batch()
+    plain = Hidden(inner, inner)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        model, example = copy.deepcopy(plain), {name: 100 * tensor for name, tensor in given.items()}
+        forward_backward = compiled(model, example, recompute=recompute, boundaries={"eager": "whole"})
+        left = forward_backward.state_dict(full=True)
+        assert all(torch.equal(left[name], tensor) for name, tensor in plain.state_dict().items())
+        forward_backward(**given)
+        return forward_backward.state_dict(full=True)
+
+    states = run_strict(run, 2, 0)
+    for x, y in zip(given["x"].chunk(4), given["y"].chunk(4), strict=True):
+        plain(x, y)
+    for name, tensor in plain.state_dict().items():
+        assert all(torch.equal(state[name], tensor) for state in states), name
+
+
+def test_an_attribute_that_cannot_be_restored_ends_the_restoring_of_no_other() -> None:
+    inner = Stateful()
+    inner.cache[0] = table = np.zeros(2)
+    before = Snapshot(inner)
+    table[:] = inner.calls = 1
+    inner.seen.append(1)
+    inner.total.resize_(3)
+    table.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        before.restore()
+    assert (inner.calls, inner.seen, inner.total.shape, inner.total.untyped_storage().nbytes()) == (0, [], (), 4)
+
+
 def test_the_example_is_not_written() -> None:
     given = batch()
     assert "checked against the model on 2" in told(
@@ -410,3 +464,29 @@ def test_reentrant_checkpoints_are_checked() -> None:
     model = Reentrant()
     model.a.requires_grad_(False)
     assert "checked against the model on 2" in told(model, tracer="record")
+
+
+class OnData(Layers):
+    names = "a b"
+
+    def __init__(self, needs: bool, cut: bool) -> None:
+        super().__init__()
+        self.needs, self.cut = needs, cut
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = checkpoint(lambda x, unused: self.a(x), x, torch.ones(1, requires_grad=self.needs), use_reentrant=True)
+        return F.mse_loss(self.b(stage_boundary(h) if self.cut else h), y)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("needs", [False, True])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_reentrant_checkpoint_trains_where_an_argument_needs_a_gradient_as_in_torch(needs: bool, cut: bool) -> None:
+    plain, given = OnData(needs, cut), batch()
+    model = copy.deepcopy(plain)
+    fxpipe.compile(model, TWO if cut else fxpipe.Topology([("pipe", 1)]), microbatches=4, example_kwargs=given)(**given)
+    for x, y in zip(given["x"].chunk(4), given["y"].chunk(4), strict=True):
+        (plain(x, y) / 4).backward()
+    for (name, mine), right in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert_same(mine.grad, right.grad, name)
+        assert (right.grad is None) == (name.startswith("a.") and not needs)

@@ -201,6 +201,8 @@ AT_ITS_LINE: list[Row] = [
     (counts, f"{SETS}Victim.count", f"{SETS}Victim.count", ""),
     (gain_of_a_part, "", "", f"{SETS}gain.gain from outside"),
     (evaluates_a_part, "", "", f"{SETS}dropout.training from outside"),
+    (lambda m, h: setattr(m, "list", [h]), f"{SETS}Victim.list", f"{SETS}Victim.list", f"{CHANGES}list"),
+    (lambda m, h: setattr(m, "list", ({"h": h},)), f"{SETS}Victim.list", f"{SETS}Victim.list", f"{CHANGES}list"),
     (lambda m, h: setattr(m, "seen", h[0, :2]), f"{SETS}Victim.seen", f"{BUFFER}self.seen", f"{BUFFER}seen"),
     (lambda m, h: setattr(m.b.weight, "data", h[:, :1]), DATA, DATA, DATA),
     (lambda m, h: setattr(h, "data", h * 2), DATA, DATA, DATA),

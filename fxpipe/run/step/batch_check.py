@@ -116,8 +116,7 @@ class BatchCheck:
                 f"{_USE_SAMPLER}, or with DistributedSampler(dataset, num_replicas=topo.data_size, "
                 "rank=topo.data_rank), whose defaults count every rank as a replica. Where the rows are the same but "
                 "random augmentation differs, give these ranks one seed, such as by torch.manual_seed(topo.data_rank) "
-                "in front of the loop, or pass None for an input where it is not in forward_backward.required_inputs. "
-                "compile(check_batches=False) leaves this check out"
+                "in front of the loop, or pass None for an input where it is not in forward_backward.required_inputs"
             )
 
     def _warn_of_nothing_shared(self, what: str, everyone: Sequence[_InputNumbers]) -> None:
@@ -137,7 +136,7 @@ class BatchCheck:
                 "nothing shared",
                 f"{what}: nobody can compare whether these ranks were given rows that belong together, for they have "
                 f"no input in common ({text}). Draw the rows of all of them with {_USE_SAMPLER}, or give all of them "
-                "the whole batch",
+                "the whole batch; compile(check_batches=False) leaves this check out",
             )
 
     def _warn_of_equal_replicas(self, what: str, numbers: Mapping[str, int]) -> None:
@@ -158,7 +157,7 @@ class BatchCheck:
     def _warn(self, what: str, text: str) -> None:
         if what not in self._warned:
             self._warned.add(what)
-            warn(f"{text}. compile(check_batches=False) leaves this check out", UserWarning)
+            warn(text, UserWarning)
 
 
 def _grouped(numbers: Mapping[int, int]) -> list[list[int]]:

@@ -361,5 +361,5 @@ class _Trial:
 _WRONG = "the captured stages do not compute what the model does"
 _INSTEAD = (
     "what forward depends on beside its inputs, parameters and buffers (a global, a closure, a class) is not in the "
-    "capture: use another tracer=, or pass it as an input; check_capture=False leaves out this check"
+    "capture: use another tracer=, or pass it as an input"
 )

@@ -130,7 +130,8 @@ class Calls:
             recorder.marks += 1
             return True
         # a tensor that is set before it is read is local to this call; a number may steer a branch in the next call
-        if isinstance(value, Tensor) and self.own.take(module, name, value, recorder.is_constant(value)):
+        parts = tensors(value)
+        if parts and self.own.take(module, name, value, all(map(recorder.is_constant, parts))):
             self.in_call.add(full)
         else:
             before, is_plain = vars(module).get(name), isinstance(value, (bool, int, float, str, type(None)))
@@ -233,6 +234,11 @@ class Calls:
                 return apply(function, *args, **kwargs)
             if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
                 run, preserve_rng_state, *inputs = args
+                # as in torch: no result requires a gradient if no argument does; for other frozen parameters a model is
+                # captured anew
+                if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+                    with torch.no_grad():
+                        return run(*inputs)
                 with recorder.checkpointed(use_reentrant=True, preserve_rng_state=preserve_rng_state):
                     return run(*inputs)
             if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward

@@ -34,8 +34,12 @@ class Checkpointed(nn.Module):
         self.options = dict(options)
 
     def forward(self, *inputs: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(self._run, *inputs, **self.options)
+        # In place of an argument that needs a gradient and that the part does not use, as torch's reentrant checkpoints
+        # need on data.
+        is_needed = self.options["use_reentrant"] and not any(getattr(value, "requires_grad", 0) for value in inputs)
+        more = [torch.empty(0, requires_grad=True)] if is_needed else []
+        return torch.utils.checkpoint.checkpoint(self._run, len(inputs), *inputs, *more, **self.options)
 
-    def _run(self, *inputs: Any) -> Any:
+    def _run(self, count: int, *inputs: Any) -> Any:
         with modes_restored():  # recomputation may stop early
-            return self.body(*inputs)
+            return self.body(*inputs[:count])

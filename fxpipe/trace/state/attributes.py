@@ -23,6 +23,7 @@ from fxpipe.trace.patching import (
     refuse_checkpoint,
 )
 from fxpipe.trace.request import Request
+from fxpipe.trace.state.contents import walk
 from fxpipe.trace.state.reads import noting
 from fxpipe.trace.state.snapshot import MISSING, Snapshot
 from fxpipe.trace.user_line import current_line
@@ -74,6 +75,9 @@ class CallAttributes:
         # may be read first if every call would set the same value: the attribute is a cache.
         is_read, was_nothing = key in self.read, before is None or before is MISSING
         if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
+            return False
+        # what forward adds to a list or an object is to be seen after the call
+        if any(part.parts is not None and not isinstance(part.value, (tuple, frozenset)) for part in walk(value)):
             return False
         self.taken |= frozenset() if is_read else {key}
         self._before[key] = table, before
@@ -188,7 +192,7 @@ class CaptureGuard:
         raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", _RETURN_IT)
 
 
-_RETURN_IT = "return the value instead, or keep it in a buffer (register_buffer)"
+_RETURN_IT = "return the value instead, keep it in a local variable, or in a buffer (register_buffer)"
 
 
 def _no_inference_mode(enter: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 import sys
@@ -53,7 +54,8 @@ class Snapshot:
     def _keep(self, name: str, tensor: Tensor) -> None:
         # Under a tracer each detach() takes a tenth of a millisecond or more, and every call makes a snapshot.
         if self._with_tensors and id(tensor) not in self._tensors:
-            state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor))
+            size = tensor.untyped_storage().nbytes() if storage_of(tensor) else 0
+            state = _TensorState(name, tensor, tensor.detach(), tensor.requires_grad, version_of(tensor), size)
             self._tensors[id(tensor)] = state
 
     def storages(self) -> dict[int, str]:
@@ -91,16 +93,18 @@ class Snapshot:
 
     def restore(self) -> None:
         """Undoes every change that ``changes`` can report, and restores random generators."""
-        # In place, as torch and the model refer to these tables. Tables come before the containers and tensors in them.
-        for _, now, before in self._attributes:
-            now.clear()
-            now.update(before)
-        for _, taken in self._taken.values():
-            taken.put_back()
-        for state in self._tensors.values():
-            state.restore()
-        for generator in self._generators.values():
-            generator.put(generator.before)
+        # A stack calls all of them, the last first, and then raises what one of them raised.
+        with contextlib.ExitStack() as undo:
+            for generator in self._generators.values():
+                undo.callback(generator.put, generator.before)
+            for state in self._tensors.values():
+                undo.callback(state.restore)
+            for _, taken in self._taken.values():
+                undo.callback(taken.put_back)
+            # In place, as torch and the model refer to these tables, and before the containers and tensors in them.
+            for _, now, before in self._attributes:
+                undo.callback(now.update, before)
+                undo.callback(now.clear)
 
 
 @dataclass(frozen=True)
@@ -108,19 +112,23 @@ class _TensorState:
     name: str
     tensor: Tensor
     memory: Tensor
-    """An alias of the tensor, which keeps the tensor's storage at the time of the snapshot."""
+    """An alias of the tensor, which keeps the tensor's storage, shape and strides at the time of the snapshot."""
     requires_grad: bool
     version: int
+    size: int
+    """The number of bytes in the storage."""
 
     def changes(self) -> Iterator[str]:
-        if storage_of(self.tensor) != storage_of(self.memory):
+        if _place_of(self.tensor) != _place_of(self.memory):
             yield f"{self.name}.data"
         if self.tensor.requires_grad != self.requires_grad:
             yield f"{self.name}.requires_grad"
 
     def restore(self) -> None:
-        if storage_of(self.tensor) != storage_of(self.memory):
+        if _place_of(self.tensor) != _place_of(self.memory):
             self.tensor.data = self.memory
+            if self.memory.untyped_storage().nbytes() != self.size:  # resize_() has enlarged the storage
+                self.memory.untyped_storage().resize_(self.size)
         if self.tensor.requires_grad != self.requires_grad:
             self.tensor.requires_grad_(self.requires_grad)
 
@@ -174,17 +182,12 @@ class State:
     def restore(self, bumped: frozenset[int] = frozenset()) -> None:
         """Restores all state. ``bumped``: the ids of the tensors to restore by writes that raise their versions, as
         forward's writes do: an autograd graph that saved such a tensor then fails, instead of using other values."""
-        self._random.restore()
-        for snapshot in self._snapshots:
-            snapshot.restore()
-        with torch.no_grad():
-            for tensor, copy, _ in self.numbers:
-                # copy_() on the tensor raises its version, and on .data it does not
-                if id(tensor) in bumped:
-                    tensor.copy_(copy)
-                # On a GPU a copy is faster than the wait for a comparison. An expanded tensor (stride 0) takes no copy.
-                elif (is_accelerator(tensor.device) and 0 not in tensor.stride()) or not torch.equal(tensor, copy):
-                    tensor.data.copy_(copy)
+        with torch.no_grad(), contextlib.ExitStack() as undo:
+            for numbers in self.numbers:
+                undo.callback(numbers.restore, raises_version=id(numbers.tensor) in bumped)
+            for snapshot in self._snapshots:
+                undo.callback(snapshot.restore)
+            undo.callback(self._random.restore)
 
 
 class Numbers(NamedTuple):
@@ -203,6 +206,15 @@ class Numbers(NamedTuple):
     def was_written(self) -> bool:
         return self.was_bumped or not torch.equal(self.tensor, self.copy)
 
+    def restore(self, raises_version: bool) -> None:
+        tensor = self.tensor
+        # copy_() on the tensor raises its version, and on .data it does not
+        if raises_version:
+            tensor.copy_(self.copy)
+        # On a GPU a copy is faster than the wait for a comparison. An expanded tensor (stride 0) takes no copy.
+        elif (is_accelerator(tensor.device) and 0 not in tensor.stride()) or not torch.equal(tensor, self.copy):
+            tensor.data.copy_(self.copy)
+
 
 def storage_of(tensor: Tensor) -> int:
     """The id of a tensor's storage; 0 for a tensor without a storage, such as a sparse tensor."""
@@ -210,6 +222,14 @@ def storage_of(tensor: Tensor) -> int:
         return storage_id(tensor)
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """The id of a tensor's storage, the shape, the strides and the offset; for a tensor without strides, the id."""
+    storage = storage_of(tensor)
+    if not storage or tensor.layout is not torch.strided or tensor.is_nested:
+        return (storage,)
+    return storage, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _joined(path: str, name: str) -> str:
