@@ -287,9 +287,9 @@ _NEW = "initial_lr"  # an option that a scheduler adds to the groups
 def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.device) -> dict[str, Any]:
     """The optimizer's state dict, in the form of the checkpoint's values under ``name``, which are to be read into it.
 
-    An option takes its saved type, number or tensor, whichever type it has now. A parameter that was never trained has
-    no saved state, and starts anew; a parameter that was trained has state, even if it is frozen now. A parameter that
-    was kept in full precision has no saved master; its master then takes the model's values.
+    An option takes its saved type, number or tensor, whichever type it has now. A parameter that was frozen has no
+    saved state, at most a master, and starts anew; a parameter that was trained has state, even if it is frozen now. A
+    parameter that was kept in full precision has no saved master; its master then takes the model's values.
 
     Raises:
         CheckpointError: the checkpoint was saved without this optimizer, or with an optimizer of another kind.
@@ -298,7 +298,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
     if "param_groups" not in saved:
         raise CheckpointError(f"{reader.folder} has no state of optimizer= ({name}): it was saved without it")
     saved_state = saved.get("state", {})
-    state = optimizer.state_to_fill(saved_state)
+    trained = {parameter for parameter, there in saved_state.items() if there.keys() - {MASTER}}
+    state = optimizer.state_to_fill(trained)
     groups = state["param_groups"]
     for key, group in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
         there = saved["param_groups"].get(key, {})
@@ -319,6 +320,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
     for parameter, entry in entries.items():
         if isinstance(optimizer, DistributedOptimizer) and MASTER not in saved_state[parameter]:
             entry.pop(MASTER, None)
+        if parameter not in trained:
+            entry = {key: value for key, value in entry.items() if key == MASTER}
         there = {key: where for key, where in saved_state[parameter].items() if key in entry or key != MASTER}
         entries[parameter] = _to_fill(entry, there, reader, device)
     return {**state, "state": entries}

@@ -25,6 +25,7 @@ from fxpipe.errors import CheckpointError, RunError
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
+from tests.thinned import in_turn
 
 BOTH = ("fxpipe", "dcp")
 
@@ -423,6 +424,42 @@ def test_a_frozen_parameter_needs_no_state(tmp_path: Path) -> None:
     got, wanted = other.state_dict()["state"], optimizer.state_dict()["state"]
     assert set(got) == {"last.weight", "last.bias"}
     assert all(torch.equal(got[name][key], wanted[name][key]) for name in got for key in got[name])
+
+
+@in_a_new_world
+def losses_behind(by: str, axes: Any, zero: int, was_trained: bool, trains: bool, folder: Path) -> list[list[float]]:
+    """The losses that follow upon a save, and upon a load in its place."""
+    runs, models = [], [Twins(), Twins()]
+    for model, trained in zip(models, (was_trained, trains), strict=True):
+        model.first.requires_grad_(trained)
+        options: Any = {"microbatches": 2, "zero": zero, "precision": fxpipe.Precision()}
+        forward_backward = fxpipe.compile(model, fxpipe.Topology(axes), **options)
+        runs.append({"model": forward_backward, **adam(forward_backward)})
+    (source, optimizer), (sink, other) = (list(run.values()) for run in runs)
+    for number in range(2):
+        step(source, [optimizer], number)
+    if by == "fxpipe":
+        fxpipe.save(folder, source, optimizer, step=2)
+        fxpipe.load(folder, sink, other)
+    else:
+        dcp.save(runs[0], checkpoint_id=folder)
+        dcp.load(runs[1], checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=trains))
+    models[0].first.requires_grad_(trains)
+    return [[step(*of_run, number) for number in range(5, 8)] for of_run in ((source, [optimizer]), (sink, [other]))]
+
+
+LAYOUTS = [([("pipe", 2)], 0, 1), *(([("pipe", 1), ("data", 2)], zero, 2) for zero in (1, 2, 3)), ([("pipe", 2)], 0, 2)]
+FROZEN, UNFROZEN, FROZEN_LATER = (False, False), (False, True), (True, False)
+
+
+@pytest.mark.parametrize(("layout", "trained", "by"), in_turn(LAYOUTS, [FROZEN, UNFROZEN, FROZEN_LATER], BOTH))
+def test_masters_go_on_where_a_parameter_was_or_is_frozen(
+    pool: Pool, tmp_path: Path, layout: tuple[Any, int, int], trained: tuple[bool, bool], by: str
+) -> None:
+    """A frozen parameter was saved with a master alone, and loading asked for its moments: LoRA in bf16."""
+    axes, zero, ranks = layout
+    for behind_save, behind_load in pool.run(losses_behind, by, axes, zero, *trained, tmp_path, ranks=ranks):
+        assert behind_load == behind_save
 
 
 def test_a_state_dict_of_the_plain_optimizer_loads_as_it_is() -> None:
