@@ -29,14 +29,6 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def with_local(spread: DTensor, shard: Tensor) -> DTensor:
-    """A DTensor that is described as ``spread``, with ``shard`` as this rank's shard; no communication."""
-    from torch.distributed.tensor import DTensor
-
-    shape, stride = spread.shape, spread.stride()
-    return DTensor.from_local(shard, spread.device_mesh, spread.placements, run_check=False, shape=shape, stride=stride)
-
-
 def lines_of(tensor: DTensor) -> list[list[int]]:
     """The global ranks along each dimension of a DTensor's mesh that this rank is among."""
     from torch import distributed as dist

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import is_dtensor, local, whole_of, with_local
+from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.gradients import Piece
 from fxpipe.validation import is_flag, shown
 
@@ -124,10 +124,11 @@ def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Te
 
 def _filled(gradient: Tensor) -> Tensor:
     """The gradient; with a zero as this rank's shard if that is empty: torch finds no largest element in it."""
-    if not is_dtensor(gradient) or local(gradient).numel():
+    if not is_dtensor(gradient) or (shard := local(gradient)).numel():
         return gradient
-    zero = local(gradient).new_zeros([1] * gradient.ndim)
-    return with_local(gradient, zero)
+    mesh, placements, shape, stride = gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride()
+    zero = shard.new_zeros([1] * shard.ndim)
+    return gradient.from_local(zero, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
