@@ -100,6 +100,13 @@ class Collective(NamedTuple):
         """Returns a copy that calls ``call`` after ``then``."""
         return self._replace(then=lambda: [self.then(), call()])
 
+    def in_bytes(self) -> Collective:
+        """The operation on bytes if it only copies: gloo and NCCL do not know every dtype (float8, for example)."""
+        if self.operation not in ("all_gather", "broadcast"):
+            return self
+        output, source = (t if t is None else t.view(-1).view(torch.uint8) for t in (self.output, self.input))
+        return self._replace(output=output, input=source)
+
     def alone(self) -> None:
         """Performs the operation for a group of a single rank."""
         if self.input is not None:

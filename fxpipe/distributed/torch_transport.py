@@ -380,6 +380,7 @@ class DistributedTransport:
         if len(ranks) == 1:
             step.alone()
             return
+        step = step.in_bytes()
         on_host = step.output.device.type == "cpu"
         group, root = self._member(self._hosts if on_host else self._groups, step.scope), ranks[step.root]
         calls = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import is_dtensor, whole_of
+from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.gradients import Piece
 from fxpipe.validation import is_flag, shown
 
@@ -113,12 +113,22 @@ def _check_order(norm_type: float) -> None:
 
 def _norm(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
     """Returns this rank's norm in float64, in which powers and their sums keep float32's precision and range."""
-    parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(g for g in gradients if g.numel())]
+    filled = (_filled(gradient) for gradient in gradients if gradient.numel())
+    parts = [torch.nn.utils.get_total_norm(group, order) for group in _alike(filled)]
     whole = [whole_of(part).double() for part in parts]
     if not whole:
         return torch.zeros((), dtype=torch.float64, device=device)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(whole[0].device) for part in whole]), order)
     return norm
+
+
+def _filled(gradient: Tensor) -> Tensor:
+    """The gradient; with a zero as this rank's shard if that is empty: torch finds no largest element in it."""
+    if not is_dtensor(gradient) or (shard := local(gradient)).numel():
+        return gradient
+    mesh, placements, shape, stride = gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride()
+    zero = shard.new_zeros([1] * shard.ndim)
+    return gradient.from_local(zero, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:

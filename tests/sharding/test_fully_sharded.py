@@ -388,6 +388,38 @@ def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
     assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
 
 
+class Float8(nn.Module):
+    """A frozen weight in 8 bits under a trained layer, as adapters have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.eye_(self.adapter.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(x @ self.weight.float()).square().mean()
+
+
+def float8() -> StageGraph:
+    return StageGraph.from_callables({"a": Float8()}, [], {"a": ["x"]})
+
+
+@in_a_new_world
+def with_float8() -> bool:
+    forward_backward, x = compiled(float8, ONE_NODE)
+    forward_backward(x)
+    check(forward_backward, plain_gradients(float8, 2, 2))
+    weight = forward_backward.state_dict(full=True)["a.weight"]
+    return torch.equal(weight.float(), float8().module.a.weight.float())
+
+
+def test_a_frozen_weight_in_8_bits_is_gathered(pool: Pool) -> None:
+    """gloo does not know the type."""
+    assert pool.run(with_float8, ranks=2) == [True] * 2
+
+
 @in_a_new_world
 def loaded_from_channels_last() -> bool:
     graph = convolved()

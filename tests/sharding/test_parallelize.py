@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -346,6 +347,39 @@ def test_training_equals_plain_pytorch(pool: Pool, axes: Axes, parallelize: Any,
 def test_what_it_made_of_a_stage_is_recomputed(pool: Pool, axes: Axes, parallelize: Any) -> None:
     results = pool.run(partial(trained, recompute=True, schedule="gpipe"), graph_of, axes, parallelize)
     check_equal(results, plain(graph_of, Topology(axes).size("data")))
+
+
+class OneRow(nn.Module):
+    """A parameter with a single row, so that one of two ranks has no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.row, self.linear = nn.Parameter(torch.randn(1, WIDTH)), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.row).square().mean()
+
+
+@in_a_new_world
+def norms_of_one_row(order: float, parallelize: Any) -> dict[str, float]:
+    topology = Topology([("pipe", 1), ("data", 2)])
+    x, zero = batch(0, replica_of(topology)), 0 if parallelize else 3
+    step = fxpipe.compile(OneRow(), topology, microbatches=1, example_args=[x], parallelize=parallelize, zero=zero)
+    step(x)
+    norms = {name: norm.item() for name, norm in step.grad_norms("row", norm_type=order).items()}
+    return norms | {"all": step.clip_grad_norm_(1.0, order).item()}
+
+
+@pytest.mark.parametrize("order", [0.5, math.inf])
+@pytest.mark.parametrize("parallelize", [all_sharded, None])
+def test_norms_of_a_parameter_with_fewer_rows_than_ranks(pool: Pool, order: float, parallelize: Any) -> None:
+    model = OneRow()
+    model(torch.cat([batch(0, 0), batch(0, 1)])).backward()
+    row = torch.linalg.vector_norm(model.row.grad, order).item()
+    every = nn.utils.clip_grad_norm_(model.parameters(), 1.0, order).item()
+    for norms in pool.run(norms_of_one_row, order, parallelize, ranks=2):
+        assert norms == pytest.approx({"row": row, "all": every}, rel=1e-5)
 
 
 def in_bfloat16(stage: nn.Module, mesh: Any) -> None:
