@@ -19,7 +19,7 @@ from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
 from fxpipe.stage.loss import Sum
-from fxpipe.torch_compat import pytree, tensors_in
+from fxpipe.torch_compat import one_level, pytree, tensors_in
 from fxpipe.validation import is_mapping, shown
 
 Where = tuple[Any, ...]
@@ -108,12 +108,7 @@ class OutputRows:
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
-
-        def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-            leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
-            return leaves, spec
-
-        flat = [children(output) for output in outputs]
+        flat = [one_level(output, Sum) for output in outputs]
         spec = flat[0][1]
         if len({str(spec) for _, spec in flat}) > 1:
             raise RunError(
