@@ -196,6 +196,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+def one_level(value: Any, *leaves: type) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flattens only the outermost container. Instances of ``leaves`` are leaves."""
+    # torch leaves is_leaf in a reference cycle, which would keep a value alive; a number keeps nothing alive
+    outermost = id(value)
+    return pytree.tree_flatten(value, lambda node: id(node) != outermost or isinstance(node, leaves))
+
+
 def storage_id(tensor: Tensor) -> int:
     """The id of a tensor's storage, equal for tensors that share memory, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)

@@ -168,12 +168,13 @@ def accumulate(
         if isinstance(loss, fxpipe.Sum):
             sums.append(loss)
         elif weight:
-            part = loss * share
-            part.backward()
-            total = part.detach() if total is None else total + part.detach()
+            (loss * share).backward()
+            part = loss.detach().to(torch.promote_types(loss.dtype, torch.float32)) * share
+            total = part if total is None else total + part
         for name, value in result.items() if isinstance(result, dict) else ():
             if name != "loss" and value.dim() == 0:
-                metrics[name] = metrics[name] + value.detach() * share if name in metrics else value.detach() * share
+                added = value.detach() * share if value.is_floating_point() else value
+                metrics[name] = metrics[name] + added if name in metrics else added
     if sums:
         total = torch.stack([part.total for part in sums]).sum() / sum(part.count for part in sums)
         total.backward()

@@ -18,9 +18,9 @@ from fxpipe.errors import RunError
 from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
-from fxpipe.stage.loss import Sum
-from fxpipe.torch_compat import pytree, tensors_in
-from fxpipe.validation import is_mapping, shown
+from fxpipe.stage.loss import Sum, is_mean, step_dtype
+from fxpipe.torch_compat import one_level, pytree, tensors_in
+from fxpipe.validation import is_mapping, is_number, shown
 
 Where = tuple[Any, ...]
 """The path of a value in an output: the key or the index in each container around the value."""
@@ -99,7 +99,8 @@ class OutputRows:
         )
 
     def join(self, outputs: Sequence[Any], shares: Sequence[float], where: Where = ()) -> Any:
-        """The whole batch's output: rows are concatenated, means weighted; other values are the first micro-batch's.
+        """The whole batch's output: rows are concatenated, integers added, other numbers averaged by weight in at least
+        float32; other values are the first micro-batch's.
 
         ``shares``: the micro-batches' weights in means. ``where``: the path of ``outputs`` in the model's output.
         Lists with an entry for each row are joined to a single list, in ``Entries``. Tensors whose rows are neither in
@@ -108,12 +109,7 @@ class OutputRows:
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
-
-        def children(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
-            leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: node is not output or isinstance(node, Sum))
-            return leaves, spec
-
-        flat = [children(output) for output in outputs]
+        flat = [one_level(output, Sum) for output in outputs]
         spec = flat[0][1]
         if len({str(spec) for _, spec in flat}) > 1:
             raise RunError(
@@ -131,14 +127,18 @@ class OutputRows:
         first = column[0]
         if isinstance(first, Sum):
             return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
+        if is_number(first):
+            weighed = (number * share for number, share in zip(column, shares, strict=True) if share)
+            return sum(weighed) if is_mean(first) else sum(column)
         if not isinstance(first, Tensor):
             return first
         if not first.dim():
-            if not _is_mean(first):
+            if not is_mean(first):
                 return torch.stack(list(column)).sum()
             # A part of weight 0 may be nan, as the mean of no rows is, and 0 · nan would be nan.
-            weighted = [part * share for part, share in zip(column, shares, strict=True) if share]
-            return torch.stack(weighted).sum() if weighted else torch.zeros_like(first)
+            parts, dtype = zip(column, shares, strict=True), step_dtype(first.dtype)
+            weighted = [part.to(dtype) * share for part, share in parts if share]
+            return torch.stack(weighted).sum() if weighted else torch.zeros_like(first, dtype=dtype)
         if len(column) == 1:
             return first
         along = self._rows_along(column, where)
@@ -194,19 +194,16 @@ def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
     return has_dim and [part.shape[dim] for part in parts] == list(sizes)
 
 
-def _is_mean(number: Tensor) -> bool:
-    return number.is_floating_point() or number.is_complex()
-
-
 # --- over ranks ---
 
 
 def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     """A replica's output with the whole batch's numbers. A collective call of the replicas that have an output.
 
-    A 0-dimensional floating-point or complex tensor is this replica's part of a mean, already weighted by its share of
-    the whole batch, so the parts add up; so do counts (integers), and the total and count of a ``Sum``. ``is_of_all``:
-    whether each replica's output is of all rows, so that counts and sums are already the whole batch's.
+    A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean, already
+    weighted by its share of the whole batch, so the parts add up; so do counts (integers), and the total and count of a
+    ``Sum``. ``is_of_all``: whether each replica's output is of all rows, so that counts and sums are already the whole
+    batch's.
     RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:
@@ -217,8 +214,8 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
         """The numbers of a leaf that replicas add up."""
         if isinstance(leaf, Sum):
             return () if is_of_all else leaf
-        is_number = isinstance(leaf, Tensor) and not leaf.dim() and (_is_mean(leaf) or not is_of_all)
-        return (leaf,) if is_number else ()
+        is_scalar = is_number(leaf) or (isinstance(leaf, Tensor) and not leaf.dim())
+        return (leaf,) if is_scalar and (is_mean(leaf) or not is_of_all) else ()
 
     numbers = [number for leaf in leaves for number in numbers_in(leaf)]
     kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]

@@ -15,7 +15,7 @@ from fxpipe.errors import RunError, nearest
 from fxpipe.graph.gathering import concatenated
 from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
-from fxpipe.torch_compat import block_mask_part, block_mask_rows, pytree
+from fxpipe.torch_compat import block_mask_part, block_mask_rows, one_level, pytree
 from fxpipe.validation import is_mapping, shown
 
 PartSizes = Mapping[str, tuple[int, ...]]
@@ -267,5 +267,4 @@ def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _with_values(mapping: Any, values: Sequence[Any]) -> Any:
     """A dict input of the same class with new values."""
-    _, spec = pytree.tree_flatten(mapping, is_leaf=lambda node: node is not mapping)
-    return pytree.tree_unflatten(list(values), spec)
+    return pytree.tree_unflatten(list(values), one_level(mapping)[1])

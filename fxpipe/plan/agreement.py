@@ -156,10 +156,9 @@ class Agreement:
         batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
         try:
             self._check_parameters()
-            if training and torch.is_inference_mode_enabled():
-                raise RunError(
-                    "torch.inference_mode() is on, in which no gradient can be; call it outside, or evaluate()"
-                )
+            if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
+                block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+                raise RunError(f"torch.{block}() is on, in which no gradient can be; call it outside, or evaluate()")
             if not split_evenly:
                 check_calls(calls)
             if not calls:

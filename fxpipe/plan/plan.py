@@ -59,6 +59,12 @@ class Plan:
         return tuple(sorted(self.graph.ranks(self.graph.output_stage)))
 
     @cached_property
+    def has_all_rows(self) -> bool:
+        """Whether the loss, or the output, of each replica is of the rows of all replicas."""
+        gathered = self.graph[self.graph.output_stage].gathered
+        return gathered is not None and gathered.modes == {"global"}
+
+    @cached_property
     def counts(self) -> bool:
         """Whether the loss is known to be a ``Sum`` whose count depends only on the inputs."""
         return all(graph.counting is not None and graph.counting.function is not None for graph in self.graphs)

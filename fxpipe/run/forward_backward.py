@@ -49,7 +49,8 @@ class ForwardBackward:
     """One function in place of forward and backward: ``loss = forward_backward(*args, **kwargs)``.
 
     Every rank of a pipe group passes the same batch, or None for inputs that are not in its ``required_inputs``. Every
-    rank gets the loss as a detached, 0-dimensional tensor on its device; the host does not wait for its value.
+    rank gets the loss as a detached, 0-dimensional tensor on its device, in at least float32; the host does not wait
+    for its value.
     Gradients are complete, averaged over the data axis, in ``.grad`` of this rank's ``parameters()``. One warning
     reports the first loss that is inf or nan. The next call or ``evaluate`` gives this warning, and so does
     ``state_dict(full=True)`` if all ranks form one pipe group: by then the value has reached the host without a wait.
@@ -58,7 +59,9 @@ class ForwardBackward:
     def __init__(self, transport: Metered, planning: PlanState, state: RankState) -> None:
         self.topology = planning.topology
         self.metrics: dict[str, Tensor] = {}
-        """The other scalars of the last step's loss dict, averaged over micro-batches and replicas as the loss is."""
+        """The other numbers of the last step's loss dict, as 0-dimensional tensors, of all micro-batches and replicas.
+        Integers are added, floating-point numbers averaged by weight as the loss is; a ``Sum`` is Σ total / Σ count.
+        ``evaluate`` has the same rule. Tensors with rows are in the output of ``evaluate`` alone."""
         self._transport, self._state = transport, state
         self._module, self._reducer = state.module, state.reducer
         self._made: list[ref[DistributedOptimizer]] = []
@@ -234,9 +237,10 @@ class ForwardBackward:
     def evaluate(self, *args: Any, outputs: Literal["last", "all", "loss"] = "last", **kwargs: Any) -> Any:
         """Runs forward in eval mode without gradients; returns the model's output. A collective call of all ranks.
 
-        Rows of the micro-batches are concatenated to the rows of this replica's batch. A 0-dimensional tensor is
-        reduced over micro-batches and over the data axis: floating point to the mean, weighted as the loss of a step is
-        (by rows or ``loss_weight``), integers to the sum; a ``fxpipe.Sum`` holds the sums of totals and counts. If
+        Rows of the micro-batches are concatenated to the rows of this replica's batch. A number, or 0-dimensional
+        tensor, is reduced over micro-batches and over the data axis: floating point to the mean in at least float32,
+        weighted as the loss of a step is (by rows or ``loss_weight``), integers to the sum; a ``fxpipe.Sum`` holds the
+        sums of totals and counts. If
         ``loss_fn`` and ``target=`` are given, the output is the loss; if the ``loss_fn`` needs no target, only
         ``outputs="loss"`` gives the loss. A tensor whose dimension 0, or the inputs' batch dimension, does not hold its
         micro-batch's rows is returned as a list with an entry for each micro-batch.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
+from fxpipe.progress import log
 from fxpipe.validation import is_number, shown
 
 
@@ -48,18 +51,20 @@ class Counting:
 class MicrobatchLoss(NamedTuple):
     """The loss of a micro-batch. ``count`` is None for a mean, the number of items for a ``Sum``.
 
-    ``metrics``: the other scalars that the model returned with the loss, numbers or 0-dimensional tensors.
+    ``metrics``: the other scalars that the model returned with the loss: numbers, 0-dimensional tensors, or a ``Sum``.
+    ``left_out``: the names of other tensors, which a step does not return.
     """
 
     value: Tensor
     count: Any
     metrics: Mapping[str, Any]
+    left_out: tuple[str, ...] = ()
 
 
 def read_loss(result: Any) -> MicrobatchLoss:
     """Finds the loss in a model's result; RunError if the result has no loss."""
     metrics: dict[str, Any] = {}
-    loss = result
+    loss, left_out = result, tuple[str, ...]()
     if isinstance(result, Mapping):
         if "loss" not in result:
             raise RunError(
@@ -67,7 +72,11 @@ def read_loss(result: Any) -> MicrobatchLoss:
                 f"return {{'loss': ...}}, or pass {_loss_fn_for(result)} to fxpipe.compile"
             )
         loss = result["loss"]
-        metrics = {name: item for name, item in result.items() if name != "loss" and _is_metric(item)}
+        others = {name: item for name, item in result.items() if name != "loss"}
+        metrics = {name: item for name, item in others.items() if _is_metric(item)}
+        left_out = tuple(
+            name for name in others if name not in metrics and isinstance(others[name], (Tensor, NoneType))
+        )
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
@@ -80,7 +89,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
             f"the loss must be one number, but the model returned {description}; "
             f"reduce it (.mean() or fxpipe.Sum(total, count)), or pass {_loss_fn_for(result)} to fxpipe.compile"
         )
-    return MicrobatchLoss(loss, count, metrics)
+    return MicrobatchLoss(loss, count, metrics, left_out)
 
 
 def _loss_fn_for(result: Any) -> str:
@@ -111,12 +120,53 @@ def loss_in(result: Any) -> Any:
 def _is_metric(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dim() == 0 and not value.is_complex()
-    return isinstance(value, Real)
+    return isinstance(value, (Real, Sum))
 
 
-def metric_dtype(loss: torch.dtype) -> torch.dtype:
-    """Returns the dtype of metrics for a loss of that dtype: a count of items needs more than half precision."""
-    return torch.promote_types(loss, torch.float32)
+@functools.cache
+def log_left_out(names: tuple[str, ...]) -> None:
+    """Logs, once, the names of tensors that the model returns with its loss, and that a step does not return."""
+    log(
+        f"fxpipe: a step does not return {', '.join(map(repr, names))}: .metrics has the numbers that the model "
+        "returns with its loss (0-dimensional tensors, fxpipe.Sum), and evaluate() returns all"
+    )
+
+
+def step_dtype(number: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which numbers of micro-batches are combined: at least float32, as half precision would make
+    steps of a curve."""
+    return torch.promote_types(number, torch.float32)
+
+
+def is_mean(number: Any) -> bool:
+    """Whether numbers of micro-batches are averaged; integers are added."""
+    if isinstance(number, Tensor):
+        return number.is_floating_point() or number.is_complex()
+    return not isinstance(number, Integral)
+
+
+Column = tuple[str, str]
+"""The name of a metric; and "mean", "integer", or "total" or "count" of a ``Sum``, whose total comes first."""
+
+
+def columns_of(metrics: Mapping[str, Any]) -> dict[Column, Any]:
+    """Returns the numbers of a micro-batch's metrics; a ``Sum`` has two."""
+    columns = dict[Column, Any]()
+    for name, value in metrics.items():
+        if isinstance(value, Sum):
+            columns |= {(name, "total"): value.total, (name, "count"): value.count}
+        else:
+            columns[name, "mean" if is_mean(value) else "integer"] = value
+    return columns
+
+
+def combined_metrics(columns: Mapping[Column, Tensor], loss: torch.dtype) -> dict[str, Tensor]:
+    """Returns name → metric of a step; Σ total / Σ count for a ``Sum``, or 0 without items."""
+    metrics = dict[str, Tensor]()
+    for (name, form), number in columns.items():
+        ratio = metrics[name] / torch.where(number == 0, 1.0, number) if form == "count" else number
+        metrics[name] = ratio if form == "total" else ratio.to(torch.int64 if form == "integer" else step_dtype(loss))
+    return metrics
 
 
 def _number(value: Any, beside: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,11 +185,13 @@ def root_weight(part: MicrobatchLoss, share: float, per_item: Tensor | None) -> 
 
 
 class LossKind(NamedTuple):
-    """The properties that all added losses must share. ``metrics``: the names of the metrics that come with a loss."""
+    """The properties that all added losses must share. ``metrics``: the columns of the metrics that come with a loss.
+    ``left_out``: the names of other tensors, which need not be the same."""
 
     is_sum: bool
     dtype: torch.dtype
-    metrics: tuple[str, ...]
+    metrics: tuple[Column, ...]
+    left_out: tuple[str, ...] = ()
 
     def check(self, earlier: LossKind, what: str) -> None:
         """RunError if losses of this and an ``earlier`` kind cannot be added up or compared. ``what``: their unit."""
@@ -152,7 +204,8 @@ class LossKind(NamedTuple):
 
     def __str__(self) -> str:
         kind = "a fxpipe.Sum" if self.is_sum else "a mean"
-        return f"{kind} of {self.dtype} with the metrics {shown(list(self.metrics))}"
+        metrics = [name if form == "mean" else f"{name} ({form})" for name, form in self.metrics]
+        return f"{kind} of {self.dtype} with the metrics {shown(metrics)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +214,12 @@ class LossPart:
 
     value: Tensor
     count: Tensor | None
-    metrics: Mapping[str, Tensor]
+    metrics: Mapping[Column, Tensor]
+    """In float64, which holds integers exactly up to 2^53."""
 
 
 class StepLoss:
-    """The micro-batch losses of a step, on their device, added without a wait for the device.
+    """The micro-batch losses of a step, on their device, added without a wait for the device, in float32 or float64.
 
     A mean is weighted: Σ loss_i · (w_i / Σw), added in micro-batch order, with Σw over all replicas. A ``Sum`` is Σ
     total and Σ count.
@@ -186,17 +240,20 @@ class StepLoss:
 
         A micro-batch without weight, whose values may be NaN, adds nothing. RunError if its kind is another.
         """
-        kind = LossKind(part.count is not None, part.value.dtype, tuple(part.metrics))
+        columns = columns_of(part.metrics)
+        kind = LossKind(part.count is not None, part.value.dtype, tuple(columns), part.left_out)
         if self.is_empty or self.kind is None:
             self.kind = kind
         if not share:
             return None  # 0 * NaN would be NaN
         kind.check(self.kind, "micro-batch")
-        value = part.value.detach()
+        value = part.value.detach().to(step_dtype(kind.dtype))
         value = value.clone() if kind.is_sum else value * share  # no alias of a tensor that the user's code holds
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
-        dtype = metric_dtype(kind.dtype)
-        metrics = {name: _number(metric, part.value, dtype) * share for name, metric in part.metrics.items()}
+        metrics = {
+            column: _number(number, part.value, torch.float64) * (share if column[1] == "mean" else 1.0)
+            for column, number in columns.items()
+        }
         self._parts[microbatch] = LossPart(value, count, metrics)
         return value
 
@@ -208,18 +265,18 @@ class StepLoss:
         """Returns the replica's part of a mean loss."""
         return _added([part.value for part in self._in_order()])
 
-    def metrics(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[Column, Tensor]:
         parts = self._in_order()
         return {name: _added([part.metrics[name] for part in parts]) for name in (parts[0].metrics if parts else ())}
 
-    def numbers(self, metrics: tuple[str, ...], device: torch.device) -> Tensor:
+    def numbers(self, metrics: tuple[Column, ...], device: torch.device) -> Tensor:
         """Returns the replica's part of [loss, or total of a ``Sum``; its count, or 0; metrics ...] in float64."""
         if self.is_empty:
             return torch.zeros(2 + len(metrics), dtype=torch.float64, device=device)
         counts = [part.count for part in self._in_order() if part.count is not None]
         return _row(LossPart(self.value(), _added(counts) if counts else None, self.metrics()), metrics)
 
-    def rows(self, metrics: tuple[str, ...], microbatches: int, device: torch.device) -> Tensor:
+    def rows(self, metrics: tuple[Column, ...], microbatches: int, device: torch.device) -> Tensor:
         """A row of ``numbers`` per micro-batch, 0 if it has no weight or is on another rank: ``of_rows`` reads this."""
         # a row each, so that the sum over ranks only adds zeros to it, and rounds nothing
         rows = torch.zeros(microbatches, 2 + len(metrics), dtype=torch.float64, device=device)
@@ -230,18 +287,18 @@ class StepLoss:
     @staticmethod
     def of_rows(kind: LossKind, rows: Tensor) -> StepLoss:
         """Returns the losses of a step from the sum of its ranks' ``rows``."""
-        step, dtype = StepLoss(), metric_dtype(kind.dtype)
+        step, loss = StepLoss(), step_dtype(kind.dtype)
         step.kind = kind
         for microbatch, row in enumerate(rows):
-            metrics = {name: row[2 + column].to(dtype) for column, name in enumerate(kind.metrics)}
-            step._parts[microbatch] = LossPart(row[0].to(kind.dtype), row[1] if kind.is_sum else None, metrics)
+            metrics = dict(zip(kind.metrics, row[2:], strict=True))
+            step._parts[microbatch] = LossPart(row[0].to(loss), row[1] if kind.is_sum else None, metrics)
         return step
 
 
-def _row(part: LossPart, metrics: tuple[str, ...]) -> Tensor:
+def _row(part: LossPart, metrics: tuple[Column, ...]) -> Tensor:
     value = part.value.double()
     count = torch.zeros_like(value) if part.count is None else part.count
-    return torch.stack([value, count, *(part.metrics[name].double() for name in metrics)])
+    return torch.stack([value, count, *(part.metrics[column] for column in metrics)])
 
 
 def _added(numbers: Sequence[Tensor]) -> Tensor:

@@ -17,9 +17,10 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.question import Answer, Answers
 from fxpipe.stage.listed import Listed
+from fxpipe.stage.loss import Sum
 from fxpipe.stage.modes import Autocast
 from fxpipe.stage.with_loss import loss_module
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -197,14 +198,19 @@ class Request:
         return {name: pytree.tree_map(word, self.example[name], value) for name, value in values.items()}
 
     def wanted(self, output: Any) -> Any:
-        """The part of the model's result that the program returns: in training, only the loss and other scalars.
+        """The part of the model's result that the program returns: in training, only the loss and other scalars,
+        with None in place of other tensors.
 
         Stages would send other values, such as a cache of keys and values, to the output's stage without use.
         """
         if not (self.training and isinstance(output, Mapping) and "loss" in output):
             return output
-        return {name: value for name, value in output.items() if name == "loss" or _is_scalar(value)}
+        wanted = {name: value if name == "loss" or _is_scalar(value) else None for name, value in output.items()}
+        return {name: value for name, value in wanted.items() if value is not None or tensors_in(output[name])}
+
+
+_NUMBERS = Real, torch.SymInt, torch.SymFloat, Sum
 
 
 def _is_scalar(value: Any) -> bool:
-    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, (Real, torch.SymInt, torch.SymFloat))
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)

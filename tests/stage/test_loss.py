@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.stage.loss import StepLoss, read_loss
+from fxpipe.stage.loss import StepLoss, combined_metrics, read_loss
 from tests.strict_transport import run_strict
 
 HERE = torch.get_default_device()
@@ -114,14 +114,19 @@ def test_what_is_no_loss_is_refused(result: Any, told: str) -> None:
     ],
     ids=str,
 )
-def test_metrics_are_averaged_as_floats_whatever_they_are(loss: torch.dtype, metric: torch.dtype) -> None:
+def test_integers_are_added_and_floats_averaged_in_at_least_float32(loss: torch.dtype, metric: torch.dtype) -> None:
     step = StepLoss()
-    for microbatch, (share, count, rows, on) in enumerate([(0.25, 3, 1001, True), (0.75, 7, 1001, False)]):
-        result = {"loss": torch.tensor(1.0, dtype=loss), "count": torch.tensor(count), "rows": rows, "on": on}
+    for microbatch, (share, count, rows, rate, total) in enumerate([(0.25, 3, 1001, 1.0, 5), (0.75, 7, 1001, 0.0, 2)]):
+        value = torch.tensor(1 + 2**-6, dtype=loss)  # times 1/4, and 3/4: bfloat16 would round it
+        accuracy = fxpipe.Sum(torch.tensor(total, dtype=loss), count)
+        result = {"loss": value, "count": torch.tensor(count), "rows": rows, "rate": rate, "accuracy": accuracy}
         step.add(read_loss(result), share, microbatch)
-    metrics = step.metrics()
-    assert {name: value.item() for name, value in metrics.items()} == {"count": 6.0, "rows": 1001.0, "on": 0.25}
-    assert {value.dtype for value in metrics.values()} == {metric}
+    metrics = combined_metrics(step.metrics(), loss)
+    wanted = {"count": 10, "rows": 2002, "rate": 0.25, "accuracy": torch.tensor(0.7, dtype=metric).item()}
+    assert {name: value.item() for name, value in metrics.items()} == wanted
+    assert [value.dtype for value in metrics.values()] == [torch.int64, torch.int64, metric, metric]
+    assert step.value().dtype == metric
+    assert step.value() == 1 + 2**-6
 
 
 @pytest.mark.parametrize("count", [2, 2.0, torch.tensor(2), torch.tensor([2.0]), torch.ones(2).sum()])
@@ -138,7 +143,7 @@ def test_a_default_device_changes_nothing() -> None:
     step = StepLoss()
     with torch.device("meta"):
         step.add(read_loss({"loss": fxpipe.Sum(torch.tensor(5.0, device=HERE), 2), "rows": 3}), 1.0, 0)
-        assert step.numbers(("rows",), HERE).tolist() == [5.0, 2.0, 3.0]
+        assert step.numbers((("rows", "integer"),), HERE).tolist() == [5.0, 2.0, 3.0]
 
 
 class Soft(nn.Module):
@@ -153,7 +158,15 @@ class Soft(nn.Module):
         y = self.two(h)
         weights = y.sigmoid()
         total = fxpipe.Sum((weights * y.square()).sum(), weights.sum().detach())
-        return {"loss": total, "positive": (y > 0).sum(), "any": (y > 0).any(), "width": 3}
+        rate = fxpipe.Sum((y > 0).sum(), y.shape[0])
+        return {
+            "loss": total,
+            "positive": (y > 0).sum(),
+            "any": (y > 0).any(),
+            "rows": y.shape[0],
+            "rate": rate,
+            "y": y,
+        }
 
 
 @pytest.mark.parametrize(
@@ -173,19 +186,23 @@ def test_counts_out_of_a_graph_and_metrics_of_all_types(engine: Callable[[Callab
     (sum(part["loss"].total for part in parts) / count).backward()
     loss = sum(part["loss"].total.detach() for part in parts) / count
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    metrics = {name: sum(float(part[name]) for part in parts) / 3 for name in ("positive", "any", "width")}
+    metrics = {name: torch.tensor(sum(int(part[name]) for part in parts)) for name in ("positive", "any", "rows")}
+    metrics["rate"] = metrics["positive"] / metrics["rows"]
 
     def body(rank: int) -> Any:
         forward_backward = fxpipe.compile(built(), fxpipe.Topology([("pipe", 2)]), microbatches=3)
         loss = forward_backward(x)
-        return loss, forward_backward.metrics, {n: p.grad for n, p in forward_backward.named_parameters()}
+        output = forward_backward.evaluate(x, outputs="all")
+        numbers = [int(number) for number in (output["positive"], output["any"], output["rows"], *output["rate"])]
+        return loss, forward_backward.metrics, {n: p.grad for n, p in forward_backward.named_parameters()}, numbers
 
-    for got_loss, got_metrics, got_gradients in engine(body):
+    for got_loss, got_metrics, got_gradients, evaluated in engine(body):
         assert not got_loss.requires_grad
         torch.testing.assert_close(got_loss, loss)
         assert got_metrics.keys() == metrics.keys()
         for name, value in metrics.items():
-            torch.testing.assert_close(got_metrics[name], torch.tensor(value))
+            torch.testing.assert_close(got_metrics[name], value)
+        assert evaluated == [*(metrics[name].item() for name in ("positive", "any", "rows", "positive", "rows"))]
         for name, gradient in got_gradients.items():
             torch.testing.assert_close(gradient, gradients[name])
 
@@ -197,9 +214,9 @@ def test_a_micro_batchs_weight_is_to_the_bit_that_of_a_loss_multiplied_by_it(dty
     x, y = torch.randn(11, 4).to(dtype), torch.randn(11, 1).to(dtype)
     losses = []
     for part, target in zip(x.split([4, 4, 3]), y.split([4, 4, 3]), strict=True):
-        root = loss_fn(model(part), target) * (len(part) / 11)
-        root.backward()  # type: ignore[no-untyped-call]
-        losses.append(root.detach())
+        loss = loss_fn(model(part), target)
+        (loss * (len(part) / 11)).backward()
+        losses.append(loss.detach().to(torch.promote_types(dtype, torch.float32)) * (len(part) / 11))
     wanted = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
     forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 1)]), microbatches=3, loss_fn=loss_fn)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Action, Schedule, StageGraph, Topology
 from fxpipe.schedules import build, with_costs
+from tests.strict_transport import run_strict
 
 TABLE = r"""
 # the model, and the topology
@@ -97,6 +98,8 @@ fb()(X.clone().requires_grad_(), Y)
     RunError: input 'x' requires a gradient, and a step has none for what is outside of the model; compute it in
 torch.inference_mode()(fb())(X, Y)
     RunError: torch.inference_mode() is on, in which no gradient can be
+torch.no_grad()(fb())(X, Y)
+    RunError: torch.no_grad() is on, in which no gradient can be; call it outside, or evaluate()
 fb().evaluate(X, Y, outputs="first")
     RunError: outputs is 'first'; it is "last", "all" or "loss"
 fb().step_microbatches(None)
@@ -318,6 +321,20 @@ def test_what_was_refused_has_changed_nothing(world: dict[str, Any]) -> None:
     for mine, other in zip(fb().parameters(), fresh.parameters(), strict=True):
         assert torch.equal(mine, other)
         assert torch.equal(mine.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_call_in_no_grad_on_one_rank_changes_nothing_on_any(zero: int) -> None:
+    def body(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        options: dict[str, Any] = {"boundaries": ["2"], "loss_fn": nn.functional.mse_loss, "zero": zero}
+        forward_backward = fxpipe.compile(model, TWO, microbatches=2, **options)
+        with torch.set_grad_enabled(rank != 1), pytest.raises(fxpipe.RunError, match=r"rank 1 .*: torch\.no_grad\(\)"):
+            forward_backward(X, target=Y)
+        assert all(parameter.grad is None for parameter in forward_backward.parameters())
+        assert all(not buffer for name, buffer in forward_backward.module.named_buffers() if "batches" in name)
+
+    run_strict(body, 2)
 
 
 # --- what must not be refused, or not always ---

@@ -441,10 +441,10 @@ class Steps:
     def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
-        ranks, precision = plan.output_ranks, self._options.precision
-        at_output = loss if self.transport.pipe_rank in (None, *ranks) else None
+        precision = self._options.precision
+        at_output = loss if self.transport.pipe_rank in (None, *plan.output_ranks) else None
         with label("loss"):
-            outcome = conclude(self.transport, at_output, ranks, len(plan.graphs), self._message, earlier, plan.counts)
+            outcome = conclude(self.transport, at_output, plan, self._message, earlier)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
@@ -467,14 +467,13 @@ class Steps:
         if results:
             places = sorted(results)  # a place per micro-batch, or per group if a group computes the output
             ordered, shares = [results[index] for index in places], [shares[index] for index in places]
-            sizes, made_by = of_groups(agreed.sizes, plan.group), plan.graph[plan.graph.output_stage].gathered
-            is_of_all = made_by is not None and made_by.modes == {"global"}
-            if is_of_all and agreed.replica_rows:
+            sizes = of_groups(agreed.sizes, plan.group)
+            if plan.has_all_rows and agreed.replica_rows:
                 sizes = of_groups(tuple(map(sum, zip(*agreed.replica_rows, strict=True))), plan.group)
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
-            output = without_entries(over_replicas(transport, joined, is_of_all))
+            output = without_entries(over_replicas(transport, joined, plan.has_all_rows))
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
         if outputs == "last" or transport.pipe_rank is None:

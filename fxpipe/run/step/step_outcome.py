@@ -20,7 +20,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ITEMS
 from fxpipe.plan.agreement import AgreedBatch
-from fxpipe.stage.loss import LossKind, StepLoss, metric_dtype
+from fxpipe.plan.plan import Plan
+from fxpipe.stage.loss import LossKind, StepLoss, combined_metrics, log_left_out, step_dtype
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
 
@@ -76,17 +77,15 @@ class LossMessage:
 def conclude(
     transport: Transport,
     step: StepLoss | None,
-    output_ranks: tuple[int, ...],
-    microbatches: int,
+    plan: Plan,
     message: LossMessage,
     earlier: LossKind | None,
-    counted: bool,
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
     ``step``: the losses, on the ranks that compute some; the first of these ranks combines them. The parts of a mean
     are already weighted by their share of the whole step, so they are added. A ``Sum`` is Σ total / Σ count, and its
-    gradients are divided by Σ count; if the items were ``counted`` before the forward, the gradients are divided
+    gradients are divided by Σ count; if the plan ``counts`` the items before the forward, the gradients are divided
     already. ``earlier``: the form of this loss from an earlier step; with it, ranks exchange numbers alone.
     """
     if earlier is None:
@@ -94,6 +93,8 @@ def conclude(
         gathered = [item for item in transport.gather("pipe", mine) if item is not None]
         # A rank whose micro-batches have no weight may have zeros of another form: ranks with weight decide.
         kind = LossKind(*min(gathered, key=lambda item: item[0])[1])
+        if kind.left_out:
+            log_left_out(kind.left_out)
         for is_empty, other in gathered:
             if not is_empty:
                 LossKind(*other).check(kind, "micro-batch")
@@ -102,31 +103,34 @@ def conclude(
         if step is not None and step.kind is not None and not step.is_empty:
             step.kind.check(kind, "step")
     # A single process has all parts of a mean: no communication.
-    is_sum, dtype, names = kind
+    is_sum, dtype, columns, _ = kind
     if transport.pipe_rank is None and step is not None and not is_sum and not step.is_empty:
-        return StepOutcome(step.value(), None, step.metrics(), kind)
+        return StepOutcome(step.value(), None, combined_metrics(step.metrics(), dtype), kind)
 
+    output_ranks, counted = plan.output_ranks, plan.counts
     output_rank, numbers = output_ranks[0], message.empty(kind)
     if step is not None and len(output_ranks) > 1 and transport.pipe_rank is not None:
-        rows = step.rows(names, microbatches, numbers.device)
+        rows = step.rows(columns, len(plan.graphs), numbers.device)
         summed = Collective("all_reduce", output_ranks, rows)  # a single rank fills each row, so the sum is exact
         transport.start([summed], "the losses").wait()  # queued after the gradients that these ranks sum
         step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
-        if others := differing(transport, "data", (is_sum, names, counted)):
+        if others := differing(transport, "data", (is_sum, columns, counted)):
             raise RunError(
                 "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another, "
                 f"or with a count that inputs decide on one alone: (is a Sum, metrics, count) are {shown(others)}; "
                 "return the same on all"
             )
-        numbers = sums = step.numbers(names, numbers.device)  # loss or total, count, metrics ...
+        numbers = sums = step.numbers(columns, numbers.device)  # loss or total, count, metrics ...
+        if plan.has_all_rows and transport.data_rank:  # the first replica's integers are of all rows
+            sums[2:] *= torch.tensor([form != "integer" for _, form in columns], device=sums.device)
         transport.all_reduce("data", sums)
         if is_sum:  # the loss of a step without items is 0, and not 0 / 0
             count = torch.where(sums[1] == 0, 1.0, sums[1])
             numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
     loss, factor, *metrics = message.exchange(numbers, output_rank)
-    named = {name: metric.to(metric_dtype(dtype)) for name, metric in zip(names, metrics, strict=True)}
-    return StepOutcome(loss.to(dtype), factor if is_sum and not counted else None, named, kind)
+    named = combined_metrics(dict(zip(columns, metrics, strict=True)), dtype)
+    return StepOutcome(loss.to(step_dtype(dtype)), factor if is_sum and not counted else None, named, kind)
 
 
 # --- The loss that the user gets, and on which the user may call backward by habit ---

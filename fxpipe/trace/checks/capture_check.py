@@ -16,7 +16,7 @@ from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
-from fxpipe.stage.loss import MicrobatchLoss, read_loss
+from fxpipe.stage.loss import MicrobatchLoss, columns_of, read_loss
 from fxpipe.stage.modes import within
 from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
@@ -309,8 +309,9 @@ class _Trial:
         seen = Seen({Fact("the loss", "", microbatch): part.value.detach()})
         if part.count is not None:
             seen[Fact("the count of the loss", "", microbatch)] = torch.as_tensor(part.count).detach().clone()
-        for name, value in part.metrics.items():
-            seen[Fact("the loss's", repr(name), microbatch)] = torch.as_tensor(value).detach().clone()
+        for (name, form), value in columns_of(part.metrics).items():
+            metric = repr(name) if form in ("mean", "integer") else f"{name!r} ({form})"
+            seen[Fact("the loss's", metric, microbatch)] = torch.as_tensor(value).detach().clone()
         named = zip(self._trainable, computed, strict=True)
         return seen | {Fact(GRADIENT, name, microbatch): gradient for name, gradient in named}
 

@@ -10,7 +10,7 @@ from typing import Any
 from fxpipe.like import TensorLike
 from fxpipe.stage.listed import can_be_joined
 from fxpipe.stage.opaque_call import Structure
-from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat import one_level, pytree
 
 WHOLE = "whole"
 
@@ -85,7 +85,7 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
             return type(returned)(parts[:1] * entries[len(parts)])
         count = lengths.get(len(parts), len(parts)) if can_be_joined(returned) else len(parts)
         return type(returned)(islice(cycle(parts), count))
-    leaves, spec = pytree.tree_flatten(returned, is_leaf=lambda part: part is not returned)
+    leaves, spec = one_level(returned)
     if spec.is_leaf():
         return returned
     return pytree.tree_unflatten([_guessed(leaf, sizes, lengths, entries) for leaf in leaves], spec)
