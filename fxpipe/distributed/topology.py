@@ -1,8 +1,8 @@
 """``Topology``: the coordinates of ranks in the grid, and the groups of ranks.
 
 Plain arithmetic: a laptop can make, query and print a topology of 16,384 ranks. Only ``.mesh``, ``.group``,
-``.data_mesh``, ``from_mesh``, ``.data_rank``, ``.data_size``, ``.sampler`` and ``.context_part`` use torch.distributed,
-and only these import it.
+``.data_mesh``, ``from_mesh``, ``.rank``, ``.pipe_rank``, ``.data_rank``, ``.data_size``, ``.is_first``, ``.sampler``
+and ``.context_part`` use torch.distributed, and only these import it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
 
 from tabulate import tabulate
@@ -43,6 +43,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import DistributedSampler
+
+
+class _OwnRank(int):
+    """``Topology.rank``: a number, whose call says which method finds the rank at a coordinate."""
+
+    def __call__(self, **coordinate: int) -> NoReturn:
+        given = ", ".join(f"{name}={index}" for name, index in coordinate.items())
+        raise TypeError(f"topo.rank is this process's number, {self}; write topo.rank_at({given or 'pipe=0'})")
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+class _Axes(tuple[tuple[str, int], ...]):
+    """``Topology.axes``; ``"data" in topo.axes`` looks an axis up by either of its names."""
+
+    def __contains__(self, item: object) -> bool:
+        return super().__contains__(item) or ROLES.get(str(item)) in {ROLES[name] for name, _ in self}
 
 
 @dataclass
@@ -94,7 +112,7 @@ class Topology(Tabular):
     """Whether ``sampler`` was called in this process."""
 
     def __init__(self, axes: Iterable[tuple[str, int]], ranks_per_node: int | None = None) -> None:
-        self._axes = checked_axes(axes)
+        self._axes = _Axes(checked_axes(axes))
         self._sizes = tuple(size for _, size in self._axes)
         self._index = {ROLES[name]: index for index, (name, _) in enumerate(self._axes)}
         self._world_size = math.prod(self._sizes)
@@ -158,7 +176,7 @@ class Topology(Tabular):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The ``(name, size)`` pairs, outermost first, with the names that the caller passed."""
+        """The ``(name, size)`` pairs, outermost first, with the caller's names; also ``"data" in topo.axes``."""
         return self._axes
 
     @property
@@ -197,8 +215,8 @@ class Topology(Tabular):
             rest, innermost_first[name] = divmod(rest, size)
         return dict(reversed(innermost_first.items()))
 
-    def rank(self, **coordinate: int) -> int:
-        """Returns the rank at an index along every axis: ``topo.rank(pipe=1, data=0)``; the inverse of ``coordinate``.
+    def rank_at(self, **coordinate: int) -> int:
+        """Returns the rank at an index along every axis: ``topo.rank_at(pipe=1, data=0)``; inverse of ``coordinate``.
 
         A known axis that this topology lacks may be passed with index 0.
 
@@ -217,7 +235,7 @@ class Topology(Tabular):
         missing = {name: 0 for name, _ in self._axes if ROLES[name] not in index_of}
         if missing:
             every = ", ".join(f"{name}={index}" for name, index in (coordinate | missing).items())
-            raise TopologyError(f"rank() lacks {', '.join(missing)}: write every axis, as in rank({every})")
+            raise TopologyError(f"rank_at() lacks {', '.join(missing)}: write every axis, as in rank_at({every})")
         # The row-major index, by Horner's rule.
         rank = 0
         for role, index in self._index.items():
@@ -349,15 +367,27 @@ class Topology(Tabular):
         return next(group for group in self.groups_over(ROW_AXES) if dist.get_rank() in group).index(dist.get_rank())
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process prints and writes for all: it is rank 0, or plays every rank.
+    def pipe_rank(self) -> int:
+        """This process's number in its pipe group, or 0 if a process plays every rank.
 
         Raises:
             TopologyError: as for ``data_size``.
         """
+        return 0 if self._is_alone() else self._mine("pipe").index(self.rank)
+
+    @property
+    def rank(self) -> int:
+        """This process's number: torch.distributed's; before ``init`` the launcher's (RANK, SLURM_PROCID), or 0."""
         import torch.distributed as dist
 
-        return self._is_alone() or dist.get_rank() == 0
+        if dist.is_available() and dist.is_initialized():
+            return _OwnRank(dist.get_rank())
+        return _OwnRank(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes for all: it is rank 0, or plays every rank."""
+        return self.rank == 0
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -500,7 +530,7 @@ class Topology(Tabular):
 
     def __reduce__(self) -> tuple[type[Topology], tuple[tuple[tuple[str, int], ...], int | None]]:
         # Process groups belong to a single process; an unpickled copy makes its own.
-        return Topology, (self._axes, self._ranks_per_node)
+        return Topology, (tuple(self._axes), self._ranks_per_node)
 
     def _is_alone(self) -> bool:
         """Whether a single process plays every rank; TopologyError if that is not known yet."""

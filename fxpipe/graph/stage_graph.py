@@ -260,6 +260,9 @@ class StageGraph(Tabular):
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self.names or any(item is stage for stage in self.stages)
+
     def __len__(self) -> int:
         return len(self.stages)
 

@@ -85,11 +85,19 @@ class _RankPart(nn.Module):
 
     apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
 
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The mode of the model's own module, which a stage runs in."""
+        return vars(self)[_ORIGINAL].training  # type: ignore[no-any-return]
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if _ORIGINAL in vars(self):  # nn.Module.__init__ sets the mode, too
+            vars(self)[_ORIGINAL].training = mode
+
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the model's own module, then copies each submodule's mode: a model may freeze some."""
+        """Sets the mode of the model's own module, by its own method: a model may freeze some submodules."""
         vars(self)[_ORIGINAL].train(mode)
-        for part in self.modules():
-            part.training = vars(part)[_ORIGINAL].training
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

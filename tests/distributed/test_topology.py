@@ -17,6 +17,7 @@ from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
 from tests.device import BACKEND, DEVICE
+from tests.distributed.environment import TORCHRUN
 from tests.pool import Pool
 from tests.work import steps
 
@@ -118,8 +119,8 @@ def test_sizes_and_coordinates_are_those_of_numpys_row_major_grid(axes: Axes, pe
     for index, rank in np.ndenumerate(grid(axes)):
         coordinate = dict(zip([name for name, _ in axes], index, strict=True))
         assert list(topo.coordinate(int(rank)).items()) == list(coordinate.items())
-        assert topo.rank(**coordinate) == rank
-        assert topo.rank(**{ROLES[name]: place for name, place in coordinate.items()}) == rank
+        assert topo.rank_at(**coordinate) == rank
+        assert topo.rank_at(**{ROLES[name]: place for name, place in coordinate.items()}) == rank
     for equal in (eval(repr(topo)), pickle.loads(pickle.dumps(topo)), copy.deepcopy(topo)):
         assert equal == topo
 
@@ -208,10 +209,10 @@ NO_GRID: list[tuple[Any, Any, str]] = [
 OUTSIDE: list[tuple[Callable[[Topology], Any], str]] = [
     (lambda topo: topo.coordinate(16), "rank 16 is outside pipe 2 × tensor 2 × data 4: its ranks are 0 to 15"),
     (lambda topo: topo.coordinate("3"), "a rank must be a whole number, got '3'"),  # type: ignore[arg-type]
-    (lambda topo: topo.rank(pipe=2, tensor=0, data=0), "pipe=2 is outside pipe 2 × tensor 2 × data 4"),
-    (lambda topo: topo.rank(pipe=0, data=3), "write every axis, as in rank(pipe=0, data=3, tensor=0)"),
-    (lambda topo: topo.rank(pipe=0, tensor=0, date=0), 'unknown axis "date"; did you mean "data"?'),
-    (lambda topo: topo.rank(pipe=0, tensor=0, data=0.5), "the index data must be a whole number, got 0.5"),
+    (lambda topo: topo.rank_at(pipe=2, tensor=0, data=0), "pipe=2 is outside pipe 2 × tensor 2 × data 4"),
+    (lambda topo: topo.rank_at(pipe=0, data=3), "write every axis, as in rank_at(pipe=0, data=3, tensor=0)"),
+    (lambda topo: topo.rank_at(pipe=0, tensor=0, date=0), 'unknown axis "date"; did you mean "data"?'),
+    (lambda topo: topo.rank_at(pipe=0, tensor=0, data=0.5), "the index data must be a whole number, got 0.5"),
     (lambda topo: topo.size("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
     (lambda topo: topo.groups("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
     (lambda topo: topo.crosses_nodes("tenser"), 'unknown axis "tenser"; did you mean "tensor"'),
@@ -361,6 +362,7 @@ def dealt(axes: Axes) -> dict[str, Any]:
         "rows": list(topo.sampler(range(12), shuffle=False)),
         "of": (topo.data_rank, topo.data_size),
         "first": topo.is_first,
+        "rank": (topo.rank, topo.pipe_rank),
         "positions": part[0].tolist(),
         "columns": topo.context_part(positions.T, dim=0)[:, 0].tolist(),
         "whole": torch.equal(whole, positions),
@@ -373,7 +375,7 @@ def test_rows_are_dealt_over_data_and_expert_ranks_and_positions_over_context_ra
     for rank, seen in enumerate(pool.run(dealt, [("data", 2), ("context", 2)])):
         replica, place = divmod(rank, 2)
         assert (seen["of"], seen["rows"]) == ((replica, 2), list(range(replica, 12, 2)))
-        assert seen["first"] == (rank == 0)
+        assert (seen["first"], seen["rank"]) == (rank == 0, (rank, 0))
         assert seen["positions"] == seen["columns"] == [[0, 1, 6, 7], [2, 3, 4, 5]][place]
         assert seen["whole"]
         assert seen["uneven"] == (
@@ -389,9 +391,32 @@ def test_one_process_has_all_positions() -> None:
     import torch
 
     topo, tensor = Topology([("context", 2)]), torch.arange(6).view(1, 6)
-    assert topo.is_first
+    assert (topo.is_first, topo.rank, topo.pipe_rank) == (True, 0, 0)
     assert topo.context_part(tensor) is tensor
     assert topo.context_whole(tensor) is tensor
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"), [({}, 0), (TORCHRUN, 5), ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, 3)], ids=str
+)
+def test_before_init_the_rank_is_the_launcher_s(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: int
+) -> None:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    topo = Topology(CONTRACT)
+    assert (topo.rank, topo.is_first, pickle.loads(pickle.dumps(topo.rank))) == (rank, rank == 0, rank)
+    call: Any = topo.rank
+    with pytest.raises(TypeError, match=rf"this process's number, {rank}; write topo.rank_at\(pipe=1\)"):
+        call(pipe=1)
+
+
+def test_an_axis_is_in_a_topology_s_axes_by_either_name() -> None:
+    axes = Topology([("pp", 2), ("data", 1)]).axes
+    assert [name in axes for name in ("pp", "pipe", "dp", "tensor", "pipes")] == [True, True, True, False, False]
+    assert (("pp", 2) in axes, ("pp", 3) in axes, axes == (("pp", 2), ("data", 1))) == (True, False, True)
 
 
 # --- the mesh of the data axis ---
@@ -402,7 +427,7 @@ def data_meshes(topo: Topology) -> dict[str, Any]:
     import torch.distributed as dist
 
     fxpipe.init()
-    seen: dict[str, Any] = {"rank": dist.get_rank()}
+    seen: dict[str, Any] = {"rank": dist.get_rank(), "pipe": topo.pipe_rank}
     for scope in ("node", "data"):
         mesh = topo.data_mesh(scope)
         assert mesh is topo.data_mesh(scope)
@@ -438,4 +463,5 @@ def test_the_data_mesh_has_a_row_for_each_node(pool: Pool, axes: Axes, per_node:
             row = next(ranks for ranks in wanted if rank in ranks)
             column = [ranks[row.index(rank)] for ranks in wanted]
             assert seen[scope] == (wanted, [sum(10**r for r in column), sum(10**r for r in row)])
+        assert seen["pipe"] == topo.coordinate(rank).get("pipe", 0)
         assert seen["unknown"] == 'zero_scope is \'rack\'; it is "node" or "data"'

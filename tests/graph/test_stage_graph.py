@@ -28,6 +28,11 @@ def test_callables_that_make_no_stage_graph_are_refused(
         fxpipe.StageGraph.from_callables(STAGES, edges, inputs)
 
 
+def test_a_stage_is_in_its_graph_by_its_name() -> None:
+    graph = fxpipe.StageGraph.from_callables(STAGES, [("a", "end"), ("b", "end")], {"a": ["x"], "b": ["x"]})
+    assert ["end" in graph, "edn" in graph, graph[0] in graph, 0 in graph] == [True, False, True, False]
+
+
 def test_a_callable_that_writes_what_another_stage_has_made_is_refused() -> None:
     """In one process the other users would see it, on several ranks not."""
 

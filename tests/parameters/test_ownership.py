@@ -58,6 +58,18 @@ def test_what_would_reach_nothing_by_a_ranks_module_is_refused_and_modes_reach_t
     assert [part.training for part in (model, model.get_submodule("layers.0"))] == [True, False]
 
 
+def test_a_rank_s_module_tells_the_modes_that_the_model_has_now() -> None:
+    model = TwoLayers()
+    model.layers[0].eval()
+    module = fxpipe.compile(model, TWO, microbatches=2).module
+    layers = [module.get_submodule("layers.0"), module.get_submodule("layers.1")]
+    assert [part.training for part in (module, *layers)] == [True, False, True]
+    model.eval()
+    assert [part.training for part in (module, *layers)] == [False, False, False]
+    layers[1].training = True
+    assert [part.training for part in model.layers] == [False, True]
+
+
 def test_modes_that_a_model_keeps_by_itself_stay() -> None:
     """As those of a frozen normalisation do, that is in eval mode always."""
 
