@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.checkpoint.files import run_folder
@@ -430,17 +431,16 @@ class Counting(Two):
         raise AssertionError(state)
 
 
-def test_extra_state_is_not_left_out_without_a_word(tmp_path: Path) -> None:
-    model = fxpipe.compile(Counting(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
-    for call in (
-        lambda: fxpipe.save(tmp_path, model, None, step=1),
-        lambda: fxpipe.load(tmp_path, model),
-        model.state_dict,
-        lambda: model.load_state_dict(Counting().state_dict()),
-    ):
-        with pytest.raises(CheckpointError, match=r"'_extra_state' is a module's extra state"):
-            call()
-    assert not names(tmp_path)
+def test_extra_state_that_no_checkpoint_would_hold_is_refused_before_the_first_step() -> None:
+    topology = fxpipe.Topology([("pipe", 2)])
+    for make in (fxpipe.compile, fxpipe.preview):
+        with pytest.raises(fxpipe.RunError, match=r"^_extra_state is the state of Counting\.get_extra_state"):
+            make(Counting(), topology)
+    with pytest.raises(fxpipe.RunError, match=r"^a\._extra_state .*write Counting\.get_extra_state = torch\.nn\.Mod"):
+        fxpipe.compile(Two(), topology, loss_fn=nn.ModuleDict({"a": Counting()}), boundaries=["last"])
+    change = lambda stage, mesh: setattr(stage, "first", Counting())  # noqa: E731
+    with pytest.raises(fxpipe.RunError, match="_extra_state"):
+        fxpipe.compile(Two(), topology, parallelize=change, example_args=(torch.ones(2, 4),))
 
 
 # --- killed
