@@ -172,6 +172,7 @@ def main() -> None:
                 forward_backward,
                 optimizer,
                 step=step,
+                best=not waited,
                 **saved,
                 extra={"best": best, "waited": waited},
                 block=False,

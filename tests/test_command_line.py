@@ -204,12 +204,12 @@ def test_checkpoints_are_shown_verified_and_exported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     trained = Trained()
-    trained.save(tmp_path / "run", 1)
+    trained.save(tmp_path / "run", 1, best=True)
     trained.step()
     trained.save(tmp_path / "run", 2)
     assert main(["checkpoint", "show", "run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[2:]] == [["step-000002", "2"], ["step-000001", "1"]]
+    assert [line.split()[:2] for line in lines[2:]] == [["step-000002", "2"], ["step-000001", "(best)"]]
     assert main(["checkpoint", "show", "run/step-000002"]) == 0
     assert re.search(r"model: 4 tensors, 49 numbers\n(.*\n)*first\.weight +\[8, 4\] +float32", capsys.readouterr().out)
     assert main(["checkpoint", "verify", "run"]) == 0

@@ -48,7 +48,8 @@ class Batch:
         if microbatches is None:
             sizes = tuple(1 if count is None else count for count in rows)
         else:
-            sizes = split_rows(rows[0], min(microbatches, rows[0] or microbatches) if may_be_fewer else microbatches)
+            fewer = may_be_fewer and rows[0] is not None and rows[0] < microbatches
+            sizes = split_rows(rows[0], max(rows[0] or 0, 1) if fewer else microbatches)
         total = sum(sizes) if any(count is not None for count in rows) else None
         return Batch(tuple(descriptions), microbatches is not None, batch_dim, counts[0], total, sizes)
 

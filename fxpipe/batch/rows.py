@@ -254,9 +254,13 @@ def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
     """The rows of each micro-batch, cut as by ``torch.tensor_split``; 1 each if no input has rows."""
     if rows is None:
         return (1,) * microbatches
+    if not rows:
+        raise RunError(
+            f"a batch of 0 rows has no micro-batch; leave it out on all ranks, or pass {microbatches} rows or more"
+        )
     if rows < microbatches:
         raise RunError(
             f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
-            f"pass at least {microbatches} rows, or compile with microbatches={max(rows, 1)}"
+            f"pass at least {microbatches} rows, or compile with microbatches={rows}"
         )
     return tuple(rows // microbatches + (number < rows % microbatches) for number in range(microbatches))

@@ -317,11 +317,16 @@ def connect(topology: Topology, timeout: float = TIMEOUT, options: Mapping[str, 
     be the same on all ranks.
 
     Raises:
-        TopologyError: the number of processes is not the topology's.
+        TopologyError: the number of processes is not the topology's, or the process group sends nothing.
     """
     init(timeout)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LocalTransport()
+    if "fake" in dist.get_backend():
+        raise TopologyError(
+            'torch.distributed was started with the backend "fake", which sends nothing; for a dry run, call '
+            "fxpipe.preview(model, topo, ...), which needs no processes"
+        )
     processes = dist.get_world_size()
     if topology.world_size != processes:
         raise TopologyError(

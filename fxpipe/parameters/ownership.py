@@ -287,11 +287,14 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_no_extra_state(model: nn.Module) -> None:
-    """Raises CheckpointError if a module has a state that is no tensor, which would be lost."""
+    """Raises RunError if a module has ``get_extra_state``: no rank owns such a state, and checkpoints would lose it."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            name = f"{path}._extra_state".removeprefix(".")
-            raise CheckpointError(f"{name!r} is a module's extra state, which no rank owns; keep it in a buffer")
+            name, cls = f"{path}._extra_state".removeprefix("."), type(module).__name__
+            raise RunError(
+                f"{name} is the state of {cls}.get_extra_state, and no rank would save it; keep it in a buffer, "
+                f"or, if a resumed run may lose it, write {cls}.get_extra_state = torch.nn.Module.get_extra_state"
+            )
 
 
 def full_state_dict(
@@ -360,7 +363,6 @@ def load_into(model: nn.Module, module: nn.Module, state: Mapping[str, Tensor]) 
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"the state dict is {shown(state)}; it is what model.state_dict() gives, name -> tensor")
-    check_no_extra_state(model)
     whole = saved_tensors(model)
     if not state.keys() <= whole.keys():  # hooks of modules, as of torch's checkpoint_wrapper, undo their changes
         state = undone_by_hooks(model, state)

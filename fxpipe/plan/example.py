@@ -21,6 +21,7 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.packed import check_names
+from fxpipe.parameters.ownership import check_no_extra_state
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.torch_compat import tensors_in
@@ -40,7 +41,10 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
-    """RunError if ``model`` is no model, or if the model would ignore an option."""
+    """RunError if ``model`` is no model, has a state that no checkpoint would hold, or would ignore an option."""
+    for part in (model.module if isinstance(model, StageGraph) else model, options.loss_fn):
+        if isinstance(part, nn.Module):
+            check_no_extra_state(part)
     if isinstance(model, StageGraph):
         for name in ("loss_fn", "boundaries"):
             if getattr(options, name):

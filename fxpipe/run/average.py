@@ -57,7 +57,7 @@ class Average:
 
     def _present(self) -> tuple[Steps, dict[str, Tensor]]:
         """Returns the run's steps, and name → the present values of each parameter that has an average."""
-        steps, named = steps_of(self._forward_backward, saves=False), self._forward_backward.named_parameters()
+        steps, named = steps_of(self._forward_backward), self._forward_backward.named_parameters()
         return steps, {name: p.detach() for name, p in named if p.is_floating_point() or p.is_complex()}
 
     def update(self) -> None:

@@ -23,7 +23,7 @@ from fxpipe.forecast.figures import with_figures
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
-from fxpipe.parameters.ownership import RankModule, check_no_extra_state, full_state_dict, load_into
+from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into
 from fxpipe.plan.agreement import Call
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -476,7 +476,6 @@ class ForwardBackward:
             full: return the whole model's state dict, which a plain model loads; then a collective call of all ranks.
         """
         _check_flag(full=full)
-        check_no_extra_state(self._planning.module)
         if not full:
             return self.module.state_dict()
         name = "state_dict(full=True)"
@@ -564,9 +563,8 @@ _ELSEWHERE = {
 """Attribute of a model or a tensor → a hint at the replacement."""
 
 
-def steps_of(forward_backward: ForwardBackward, saves: bool = True) -> Steps:
-    """The ``Steps`` of ``forward_backward``. CheckpointError while a call runs, or the parameters are averages; or, if
-    it ``saves``, for state that a checkpoint would lose."""
+def steps_of(forward_backward: ForwardBackward) -> Steps:
+    """The ``Steps`` of ``forward_backward``. CheckpointError while a call runs, or the parameters are averages."""
     if not isinstance(forward_backward, ForwardBackward):
         raise CheckpointError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
     if forward_backward._running or any(optimizer.stepping for optimizer in forward_backward._optimizers):
@@ -576,6 +574,4 @@ def steps_of(forward_backward: ForwardBackward, saves: bool = True) -> Steps:
             "optimizer.step() where it is set"
         )
     forward_backward._steps.check_trained(CheckpointError)
-    if saves:
-        check_no_extra_state(forward_backward._planning.module)
     return forward_backward._steps

@@ -68,7 +68,8 @@ def load(
     ``extra`` if these were equal on all ranks, or on all ranks of its replica and the number of replicas is the same.
 
     Args:
-        folder: the run's folder, to load the newest whole checkpoint; or a checkpoint's own folder, to load that.
+        folder: the run's folder, to load the newest whole checkpoint; its ``best``, to load the newest whole checkpoint
+            that was saved as the best; or a checkpoint's own folder, to load that.
         forward_backward: the object that ``fxpipe.compile`` returned.
         optimizer: the optimizer, as it was saved; None: only the model is loaded, for example to evaluate it.
         scheduler: an object whose ``load_state_dict`` is called with the saved state.
@@ -148,11 +149,13 @@ def _newest_whole(
 def _candidates(folder: Path, required: bool) -> list[str]:
     """``folder`` itself if it is a checkpoint's; otherwise the run's checkpoints, newest first."""
     wait_for_writes(folder)
-    if folder.name == run_folder.LATEST:
+    listed = run_folder.checkpoints
+    if run_folder.is_link(folder):
+        listed = run_folder.bests if folder.name == run_folder.BEST else listed
         folder = run_folder.run_of(folder)
     if run_folder.is_checkpoint(folder):
         return [str(folder.absolute())]
-    paths = [str(path) for path in run_folder.checkpoints(folder.absolute())]
+    paths = [str(path) for path in listed(folder.absolute())]
     if required and not paths:
         raise CheckpointError(
             f"{folder} has no checkpoint of fxpipe.save; where that may be, write load(..., required=False)"

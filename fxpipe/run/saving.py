@@ -49,9 +49,10 @@ from fxpipe.validation import is_flag, shown
 def save(
     folder: str | os.PathLike[str],
     forward_backward: ForwardBackward,
-    optimizer: Any,
+    optimizer: Any = None,
     *,
     step: int,
+    best: Any = False,
     scheduler: Any = None,
     loader: Any = None,
     average: Any = None,
@@ -72,6 +73,9 @@ def save(
         optimizer: the object that ``forward_backward.optimizer`` returned, a dict name → optimizer, or None; with
             ``zero=0`` and 3 also a torch optimizer of ``forward_backward.parameters()``.
         step: the number of steps made so far, from which ``load`` goes on.
+        best: whether this is the run's best checkpoint so far, as a bool or a 0-dimensional tensor, the same on all
+            ranks. ``folder/best`` is the newest such checkpoint, and ``keep`` does not delete it. ``extra`` holds the
+            value for the next comparison: ``best=loss < best, extra={"best": min(loss, best)}``.
         scheduler: an object whose ``state_dict()`` is saved, on each rank.
         loader: the data loader, saved likewise; its state says which rows come next. A state that counts one replica's
             rows, as torchdata's StatefulDataLoader does, means other rows on another number of replicas. A loader that
@@ -79,7 +83,8 @@ def save(
         average: a ``fxpipe.Average`` of the parameters.
         extra: the value that ``load`` returns; plain data, that is None, bool, int, float, str, bytes, list, tuple,
             dict with str or int keys, and tensors.
-        keep: the number of checkpoints to keep; older ones are deleted once this checkpoint is complete. None: all.
+        keep: the number of checkpoints to keep, besides the best; older ones are deleted once this checkpoint is
+            complete. None: all.
         block: whether the checkpoint is complete when the call returns. False: it is copied to host memory and written
             while training goes on; the next ``save`` raises an error of this write, or the program prints it at exit.
 
@@ -105,23 +110,26 @@ def save(
 
         def begin() -> dict[str, Any]:
             saver.raise_earlier_error()
+            is_best = _flag_of(best)
             _check_arguments(step, {**stateful, "average": average}, extra, keep, block)
             if steps.has_unsummed:
                 raise CheckpointError(
                     "gradients that were not summed yet (set_requires_gradient_sync(False)) are in no checkpoint, and "
                     "would be lost: save behind the call that sums them and optimizer.step(), or call zero_grad()"
                 )
-            partial = saver.begin(path, step) if gathering.rank == 0 else {}
-            return {**partial, "has_costs": steps.recorder.has_costs}
+            partial = saver.begin(path, step, is_best) if gathering.rank == 0 else {}
+            return {**partial, "has_costs": steps.recorder.has_costs, "best": is_best}
 
         begun = agreed(gathering, path, begin)
         first = begun[0]
         # A collective call: made by all ranks or by none.
         costs = steps.recorder.known_costs() if all(rank["has_costs"] for rank in begun) else None
         try:
+            _check_same_best([rank["best"] for rank in begun])
             versions = {"torch": str(torch.__version__), "python": sys.version.split()[0]}
             run, ties = _run_id(), ties_of(steps.module)
-            manifest = Manifest(step, first["number"], "", run, steps.topology.axes, versions, {}, ties)
+            axes, number = steps.topology.axes, first["number"]
+            manifest = Manifest(step, number, "", run, axes, versions, {}, ties, first["best"])
             job = _Job(Path(first["partial"]), keep, manifest)
             values = forward_backward, steps, optimizer, average, stateful, extra, costs
             everyone = agreed(gathering, path, lambda: job.collect(*values))
@@ -146,6 +154,21 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     if not isinstance(folder, (str, os.PathLike)) or str(folder) == "" or "\0" in str(folder):
         raise CheckpointError(f"folder is {shown(folder)}; it is the path of a folder that all ranks see")
     return Path(folder)
+
+
+def _flag_of(best: Any) -> bool:
+    value = best.item() if isinstance(best, torch.Tensor) and best.numel() == 1 else best
+    if not is_flag(value):
+        raise CheckpointError(f"best is {shown(best)}; it is True or False, for example best=loss < best")
+    return bool(value)
+
+
+def _check_same_best(of_rank: Sequence[bool]) -> None:
+    if len(set(of_rank)) > 1:
+        raise CheckpointError(
+            f"best is True on rank {of_rank.index(True)} and False on rank {of_rank.index(False)}; compare a value "
+            'that all ranks have, such as the result of forward_backward.evaluate(..., outputs="loss")'
+        )
 
 
 def _check_arguments(step: Any, stateful: Mapping[str, Any], extra: Any, keep: Any, block: Any) -> None:
@@ -189,22 +212,26 @@ class _Saver:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise CheckpointError(f"{folder} cannot be written to by this process; give a folder that save() can write")
+        run_folder.check_link(folder, run_folder.LATEST)
         if self.lock is None or not self.lock.is_of(folder):  # a forked process keeps its parent's lock object
             self.lock = lock_of(folder, _run_id())
 
-    def begin(self, folder: Path, step: int) -> dict[str, Any]:
+    def begin(self, folder: Path, step: int, is_best: bool) -> dict[str, Any]:
         """On the first rank: makes the ``.partial`` folder."""
         if run_folder.is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder of the run, {folder.parent}")
         wait_for_writes(folder)
         self.claim(folder)
+        if is_best:
+            run_folder.check_link(folder, run_folder.BEST)
         newest = run_folder.newest(folder)
         # Numbers only grow: another run wrote a checkpoint with a larger number than this run's last.
         if newest > self.numbers.get(folder, 0):  # keep= would count, and delete, the other run's checkpoints
             latest = run_folder.checkpoints(folder)[0].name
             raise CheckpointError(
                 f"{folder} has a checkpoint that this run has not written or loaded, {latest}: call "
-                "fxpipe.load(folder, ..., required=False) first, or give each model and each run a folder of its own"
+                "fxpipe.load(folder, ..., required=False) first, or give each model and each run a folder of its own. "
+                "fxpipe.save(..., best=loss < best) keeps the best in the run's own folder"
             )
         self.numbers[folder] = newest + 1
         return {"number": newest + 1, "partial": str(run_folder.begin(folder, step)), "token": uuid.uuid4().hex}
@@ -215,9 +242,11 @@ _SAVERS: WeakKeyDictionary[ForwardBackward, _Saver] = WeakKeyDictionary()
 
 def claim(forward_backward: ForwardBackward, folder: Path) -> None:
     """On the first rank: locks the folder that this run will save to. CheckpointError if another process writes to the
-    folder, or this process cannot."""
-    if not run_folder.is_checkpoint(folder) or folder.name == run_folder.LATEST:
-        _SAVERS.setdefault(forward_backward, _Saver()).claim(run_folder.run_of(folder))
+    folder, this process cannot, or a folder is where ``save`` makes a link."""
+    run = run_folder.run_of(folder)
+    if run_folder.is_link(folder) or not run_folder.is_checkpoint(folder):
+        _SAVERS.setdefault(forward_backward, _Saver()).claim(run)
+        run_folder.check_link(run, run_folder.BEST)
 
 
 def continues(forward_backward: ForwardBackward, folder: Path) -> None:
@@ -317,7 +346,7 @@ class _Job:
         # The rename makes the checkpoint visible: a crash before it loses only the new checkpoint.
         final = run_folder.complete(self.partial)
         try:
-            run_folder.make_latest(final)
+            run_folder.make_links(final)
             run_folder.keep_newest(final.parent, self.keep)
         except OSError as error:
             warnings.warn(f"{final} is complete, but latest or older ones were not changed: {error}", stacklevel=2)

@@ -28,7 +28,7 @@ from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
 from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local
-from fxpipe.parameters.ownership import Ownership, replace_tensors
+from fxpipe.parameters.ownership import Ownership, check_no_extra_state, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
 from fxpipe.sharding.data_axis import scope_of
@@ -80,6 +80,7 @@ def changed_copies(
     for index, copied in copies.items():
         before = copied.uncalled()
         parallelize(copied.module, mesh)
+        check_no_extra_state(copied.module)
         if path := next((path for path, part in copied.uncalled().items() if before.get(path, part) != part), ""):
             raise RunError(
                 f"parallelize has replaced {path} of stage {graph[index].name}, or put hooks on it, but the stage does "

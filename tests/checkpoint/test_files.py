@@ -503,7 +503,7 @@ def made(folder: Path, step: int) -> Path:
     partial = run_folder.begin(folder, step)
     manifest(partial, 1 + run_folder.newest(folder))
     final = run_folder.complete(partial)
-    run_folder.make_latest(final)
+    run_folder.make_links(final)
     return final
 
 

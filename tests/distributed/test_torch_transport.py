@@ -20,6 +20,7 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError
+from fxpipe.torch_compat import ranks_without_processes
 from tests.device import BACKEND
 from tests.gpus import Gpus
 from tests.pool import Pool
@@ -167,6 +168,11 @@ def test_one_rank_tells_all_others_that_listen_already(pool: Pool, few: int) -> 
 
 def connected(ranks: int) -> None:
     connect(fxpipe.Topology([("pipe", ranks)]))
+
+
+def test_a_process_group_that_sends_nothing_is_refused() -> None:
+    with ranks_without_processes(2), pytest.raises(TopologyError, match=r'backend "fake", .* fxpipe\.preview\(model'):
+        connect(fxpipe.Topology([("pipe", 2)]))
 
 
 def test_a_topology_of_another_size_is_refused(pool: Pool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fxpipe
 from fxpipe.checkpoint.files import run_folder
@@ -21,7 +22,7 @@ from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
 from fxpipe.errors import CheckpointError
 from fxpipe.run import saving
 from tests.pool import Pool, forking
-from tests.run.test_loading import Trained, Two
+from tests.run.test_loading import Trained, Two, check_unchanged
 from tests.thinned import every
 
 
@@ -59,6 +60,7 @@ def test_a_run_that_goes_back_writes_what_is_newest(tmp_path: Path) -> None:
     [
         ({"step": -1}, r"step=-1 is no number of steps"),
         ({"keep": 0}, r"keep=0 keeps no checkpoint"),
+        ({"best": torch.tensor(0.5)}, r"best is tensor\(0\.5.*; it is True or False, for example best=loss < best"),
         ({"extra": [1]}, r"extra= is a list; write a dict without 'step'"),
         ({"extra": {"step": 3}}, r"extra= is a dict with 'step'"),
         ({"extra": {"a": {"b": 1j}}}, r"extra\['a'\]\['b'\] is a complex"),
@@ -75,6 +77,55 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_written(
     with pytest.raises(CheckpointError, match=message):
         fxpipe.save(tmp_path, run.model, options.pop("optimizer", run.optimizer), **{"step": 2, **options})
     assert names(tmp_path) == ["latest", "lock", "step-000001"]
+
+
+def test_a_resumed_run_keeps_its_best(tmp_path: Path) -> None:
+    losses, saved = [5.0, 3.0, 4.0, 3.5, 6.0, 3.2, 2.0, 2.5], []
+    for start in range(2):  # of two programs
+        run = Trained()
+        state = fxpipe.load(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, required=False)
+        best = state.get("best", float("inf"))
+        for step in range(state["step"] + 1, 5 + 4 * start):
+            run.step()
+            loss, values = torch.tensor(losses[step - 1]), run.values()
+            is_best, best = loss < best, min(loss, best)
+            run.save(tmp_path, step, best=is_best, extra={"best": best}, keep=1)
+            saved = [values] if is_best else saved
+            number = 1 + min(range(step), key=losses.__getitem__)
+            assert names(tmp_path)[3:] == sorted({f"step-{number:06}", f"step-{step:06}"})
+            assert os.readlink(tmp_path / "best") == f"step-{number:06}"
+    assert Trained(1).load(tmp_path) == {"best": 2.0, "step": 8}
+    run = Trained(1)
+    assert run.load(tmp_path / "best") == {"best": 2.0, "step": 7}
+    check_unchanged(run, *saved)
+    run.save(tmp_path, 9)  # it goes on from the best
+
+
+def test_a_folder_in_the_place_of_the_best_is_refused_at_the_start(tmp_path: Path) -> None:
+    run, other = Trained(), Trained()
+    other.save(tmp_path / "best", 1)  # as scripts did that kept the best by a second folder
+    with pytest.raises(CheckpointError, match=r"best is a folder, and no link to a checkpoint; delete it, or give"):
+        fxpipe.load(tmp_path, run.model, run.optimizer, required=False)
+    run.save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"best is a folder, and no link"):
+        run.save(tmp_path, 2, best=True)
+    assert names(tmp_path) == ["best", "latest", "lock", "step-000001"]
+    assert run.load(tmp_path / "best")["step"] == 1
+    with pytest.raises(CheckpointError, match=r"save\(\.\.\., best=loss < best\) keeps the best in the run's own"):
+        Trained().save(tmp_path / "best", 2)
+
+
+def saved_as_best(folder: Path) -> None:
+    run = Trained()
+    with pytest.raises(CheckpointError, match=r"best is True on rank 1 and False on rank 0; compare a value that all"):
+        run.save(folder, 1, best=torch.distributed.get_rank() == 1)
+    run.save(folder, 2, best=True, block=False)
+    run.model.close()
+
+
+def test_ranks_that_disagree_on_the_best_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_as_best, tmp_path, ranks=2)
+    assert names(tmp_path) == ["best", "latest", "lock", "step-000002"]
 
 
 def test_where_nothing_can_be_written_the_reason_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,17 +431,16 @@ class Counting(Two):
         raise AssertionError(state)
 
 
-def test_extra_state_is_not_left_out_without_a_word(tmp_path: Path) -> None:
-    model = fxpipe.compile(Counting(), fxpipe.Topology([("pipe", 2)]), microbatches=2)
-    for call in (
-        lambda: fxpipe.save(tmp_path, model, None, step=1),
-        lambda: fxpipe.load(tmp_path, model),
-        model.state_dict,
-        lambda: model.load_state_dict(Counting().state_dict()),
-    ):
-        with pytest.raises(CheckpointError, match=r"'_extra_state' is a module's extra state"):
-            call()
-    assert not names(tmp_path)
+def test_extra_state_that_no_checkpoint_would_hold_is_refused_before_the_first_step() -> None:
+    topology = fxpipe.Topology([("pipe", 2)])
+    for make in (fxpipe.compile, fxpipe.preview):
+        with pytest.raises(fxpipe.RunError, match=r"^_extra_state is the state of Counting\.get_extra_state"):
+            make(Counting(), topology)
+    with pytest.raises(fxpipe.RunError, match=r"^a\._extra_state .*write Counting\.get_extra_state = torch\.nn\.Mod"):
+        fxpipe.compile(Two(), topology, loss_fn=nn.ModuleDict({"a": Counting()}), boundaries=["last"])
+    change = lambda stage, mesh: setattr(stage, "first", Counting())  # noqa: E731
+    with pytest.raises(fxpipe.RunError, match="_extra_state"):
+        fxpipe.compile(Two(), topology, parallelize=change, example_args=(torch.ones(2, 4),))
 
 
 # --- killed
@@ -414,7 +464,8 @@ def save_and_die(run: Trained, folder: Path, block: bool, last: int) -> None:
         setattr(os, name, counted(calls, last, getattr(os, name)))
     for name in ("mkdir", "rename", "replace", "symlink_to"):
         setattr(Path, name, counted(calls, last, getattr(Path, name)))
-    fxpipe.save(folder, run.model, run.optimizer, step=2, keep=1, scheduler=run.scheduler, block=block).result()
+    options = {"scheduler": run.scheduler, "block": block, "best": True}
+    fxpipe.save(folder, run.model, run.optimizer, step=2, keep=1, **options).result()
     os._exit(0)
 
 
@@ -423,7 +474,7 @@ def killed_everywhere(folder: Path, block: bool) -> None:
     torch.set_num_threads(1)
     run, last, status = Trained(), 0, 1
     while status:
-        run.save(folder / f"{last:02}", 1, keep=1)
+        run.save(folder / f"{last:02}", 1, keep=1, best=True)
         child = os.fork()
         if not child:
             save_and_die(run, folder / f"{last:02}", block, last)
@@ -433,14 +484,16 @@ def killed_everywhere(folder: Path, block: bool) -> None:
 
 
 @pytest.mark.parametrize("block", every(2, [False, True]))  # the same calls, on the writer's own thread or not
-def test_killed_at_any_moment_there_is_a_latest_that_loads(tmp_path: Path, block: bool) -> None:
+def test_killed_at_any_moment_there_are_a_latest_and_a_best_that_load(tmp_path: Path, block: bool) -> None:
     assert ended(killed_everywhere, tmp_path, block) == 0
     run, steps = Trained(1), []
     for folder in sorted(tmp_path.iterdir()):
         steps.append(run.load(folder)["step"])
         assert steps[-1] == 2 or run.load(folder / "latest")["step"] == 1
+        assert run.load(folder / "best")["step"] == steps[-1]
         run.save(folder, 3, keep=1)  # and the run goes on in it
-        assert names(folder) == ["latest", "lock", "step-000003"]
+        assert names(folder) == ["best", "latest", "lock", f"step-00000{steps[-1]}", "step-000003"]
+        assert os.readlink(folder / "best") == f"step-00000{steps[-1]}"
     assert len(steps) > 12
     assert set(steps) == {1, 2}
     assert steps == sorted(steps)

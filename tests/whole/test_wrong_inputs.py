@@ -94,6 +94,10 @@ fb()(X, Y[:3])
     RunError: the inputs have different numbers of rows (x: 8, y: 3)
 fb()(X[:1], Y[:1])
     RunError: a batch of 1 rows cannot be cut into 2 micro-batches
+fb()(X[:0], Y[:0])
+    RunError: a batch of 0 rows has no micro-batch; leave it out on all ranks, or pass 2 rows or more
+fb().evaluate(X[:0], Y[:0])
+    RunError: a batch of 0 rows has no micro-batch; leave it out on all ranks, or pass 1 rows or more
 fb()(X.clone().requires_grad_(), Y)
     RunError: input 'x' requires a gradient, and a step has none for what is outside of the model; compute it in
 torch.inference_mode()(fb())(X, Y)

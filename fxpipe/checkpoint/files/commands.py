@@ -39,19 +39,23 @@ def checkpoints_in(path: Path) -> list[Path]:
 def show(path: Path) -> str:
     """For a run, a line per checkpoint; for a checkpoint, its files and tensors."""
     folders = checkpoints_in(path)
-    return _of_one(folders[0]) if folders == [path] else tabulate([_line(folder) for folder in folders], _HEADERS)
+    if folders == [path]:
+        return _of_one(path)
+    best = run_folder.bests(path)[:1]
+    return tabulate([_line(folder, " (best)" * (folder in best)) for folder in folders], _HEADERS)
 
 
 _HEADERS = ["checkpoint", "step", "saved at", "ranks", "bytes", "files"]
 
 
-def _line(folder: Path) -> list[str]:
+def _line(folder: Path, mark: str) -> list[str]:
     try:
         manifest = Manifest.read(folder, sizes=True)
     except CheckpointError as error:
         return [folder.name, "", "", "", "", str(error)[:200]]
     size = sum(written.size for written in manifest.files.values())
-    return [folder.name, str(manifest.step), manifest.saved_at, _axes(manifest), f"{size:,}", str(len(manifest.files))]
+    name, files = folder.name + mark, str(len(manifest.files))
+    return [name, str(manifest.step), manifest.saved_at, _axes(manifest), f"{size:,}", files]
 
 
 def _axes(manifest: Manifest) -> str:

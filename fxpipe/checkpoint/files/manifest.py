@@ -43,6 +43,7 @@ class Manifest:
 
     ``number``: counts the checkpoints of a run's folder, across restarts. ``axes``: the topology that saved the
     checkpoint. ``ties``: further names of tied parameters → the first name, under which an optimizer holds the state.
+    ``best``: whether ``save`` was called with ``best=True``.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, Written] = field(repr=False)
     ties: Mapping[str, str] = field(default_factory=dict, repr=False)
+    best: bool = False
 
     def write(self, folder: Path) -> None:
         """Writes the manifest, after all other files, and waits until the manifest is on the disk."""
@@ -174,6 +176,7 @@ def _parsed(path: Path, read: Any) -> Manifest:
         versions={str(name): str(version) for name, version in content["versions"].items()},
         files={_plain_name(name): _written(*sizes) for name, sizes in content["files"].items()},
         ties={str(name): str(first) for name, first in content.get("ties", {}).items()},
+        best=content.get("best") is True,
     )
 
 

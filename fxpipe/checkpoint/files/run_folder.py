@@ -1,9 +1,11 @@
-"""Run folder: the checkpoints of a run, each complete under its final name or absent, and a link to the latest.
+"""Run folder: the checkpoints of a run, each complete under its final name or absent, with links to latest and best.
 
-    run/step-000800/   run/step-000812/   run/latest → step-000812   run/lock   run/step-000824.partial/
+    run/step-000800/   run/latest → step-000812   run/lock
+    run/step-000812/   run/best → step-000800     run/step-000824.partial/
 
 A checkpoint is written to a ``.partial`` folder, which is renamed once all its files are on the disk. An old checkpoint
-is renamed to ``.removed`` before its files are deleted. So a process may be killed at any moment.
+is renamed to ``.removed`` before its files are deleted. So a process may be killed at any moment. Manifests say which
+checkpoint is the best; the links, which each save makes anew, are for readers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 PARTIAL, REMOVED = ".partial", ".removed"
 _NAME = re.compile(r"step-\d{6,20}(-\d{1,6})?")
 _LEFT = re.compile(rf"{_NAME.pattern}({re.escape(PARTIAL)}|{re.escape(REMOVED)})")
@@ -34,38 +36,48 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def run_of(path: Path) -> Path:
-    """The folder of the run to which ``path`` belongs: the folder, its ``latest``, or one of its checkpoints."""
-    return path.parent if path.name == LATEST or _NAME.fullmatch(path.name) else path
+    """The folder of the run to which ``path`` belongs: the folder, its ``latest`` or ``best``, or a checkpoint."""
+    return path.parent if is_link(path) or _NAME.fullmatch(path.name) else path
 
 
-def numbered(folder: Path) -> list[tuple[int | None, Path]]:
-    """The number and folder of each checkpoint of a run, whole or damaged, newest first.
+def is_link(path: Path) -> bool:
+    """Whether ``path`` is a run's ``latest``, or its ``best``, which may also be the name of another run's folder."""
+    return path.name == LATEST or (path.name == BEST and path.is_symlink())
 
-    Checkpoints whose manifest cannot be read come first, with None as their number: their age is not known.
+
+def manifests(folder: Path) -> list[tuple[Manifest | None, Path]]:
+    """The manifest and folder of each checkpoint of a run, whole or damaged, newest first.
+
+    Checkpoints whose manifest cannot be read come first, with None as their manifest: their age is not known.
     """
     try:
         paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     except OSError:
         return []
-    pairs = [(_number(path), path) for path in paths]
-    return sorted(pairs, key=lambda pair: (pair[0] is None, pair[0] or 0, pair[1].name), reverse=True)
+    pairs = [(_manifest(path), path) for path in paths]
+    return sorted(pairs, key=lambda pair: (not pair[0], pair[0].number if pair[0] else 0, pair[1].name), reverse=True)
 
 
-def _number(path: Path) -> int | None:
+def _manifest(path: Path) -> Manifest | None:
     try:
-        return Manifest.read(path).number
+        return Manifest.read(path)
     except CheckpointError:
         return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The folders of ``numbered``."""
-    return [path for _, path in numbered(folder)]
+    """The folders of ``manifests``."""
+    return [path for _, path in manifests(folder)]
+
+
+def bests(folder: Path) -> list[Path]:
+    """The checkpoints that were the run's best when they were saved, newest first; the first is the best of all."""
+    return [path for manifest, path in manifests(folder) if manifest and manifest.best]
 
 
 def newest(folder: Path) -> int:
     """The largest number of the folder's checkpoints; 0 without any."""
-    return max((number or 0 for number, _ in numbered(folder)), default=0)
+    return max((manifest.number for manifest, _ in manifests(folder) if manifest), default=0)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -73,9 +85,6 @@ def begin(folder: Path, step: int) -> Path:
     for left in folder.iterdir():
         if _LEFT.fullmatch(left.name):
             shutil.rmtree(left)
-    latest = folder / LATEST
-    if latest.is_dir() and not latest.is_symlink():  # made by a copy that follows links: replace() would fail
-        raise CheckpointError(f"{latest} is a folder, and no link to a checkpoint; delete it")
     names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{again}" for again in itertools.count(2)))
     free = next(name for name in names if not (folder / name).exists())  # never overwrites a checkpoint
     partial = folder / f"{free}{PARTIAL}"
@@ -92,21 +101,30 @@ def complete(partial: Path) -> Path:
     return final
 
 
-def make_latest(final: Path) -> None:
-    """Waits until a folder's name is on the disk, and replaces the link ``latest`` atomically."""
+def check_link(folder: Path, name: str) -> None:
+    """CheckpointError if the run has a folder where ``make_links`` makes a link, as in a copy that follows links."""
+    link = folder / name
+    if link.is_dir() and not link.is_symlink():
+        raise CheckpointError(f"{link} is a folder, and no link to a checkpoint; delete it, or give it another name")
+
+
+def make_links(final: Path) -> None:
+    """Waits until a folder's name is on the disk, and replaces the links ``latest`` and ``best`` atomically."""
     flush(final.parent)
-    beside = final.parent / f"{LATEST}{PARTIAL}"
-    beside.unlink(missing_ok=True)
-    beside.symlink_to(final.name, target_is_directory=True)
-    beside.replace(final.parent / LATEST)
+    for name, target in ((LATEST, final), *((BEST, path) for path in bests(final.parent)[:1])):
+        beside = final.parent / f"{name}{PARTIAL}"
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(target.name, target_is_directory=True)
+        beside.replace(final.parent / name)
 
 
 def keep_newest(folder: Path, keep: int | None) -> None:
-    """Deletes all checkpoints but the ``keep`` newest; None deletes no checkpoint."""
+    """Deletes all checkpoints but the ``keep`` newest and the best; None deletes no checkpoint."""
     if keep is None:
         return
-    readable = [path for number, path in numbered(folder) if number is not None]  # the user has to inspect the others
-    for old in readable[keep:]:
+    readable = [path for manifest, path in manifests(folder) if manifest]  # the user has to inspect the others
+    best = bests(folder)[:1]
+    for old in (path for path in readable[keep:] if path not in best):
         # Renames first: a partly deleted checkpoint must not have a checkpoint's name.
         leaving = old.with_name(f"{old.name}{REMOVED}")
         old.rename(leaving)
