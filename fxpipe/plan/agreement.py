@@ -22,6 +22,7 @@ from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, patt
 from fxpipe.batch.rows import Counts, check_cut, counts_of, merge_counts, whole_lists
 from fxpipe.capture.captures import LATER, MOST
 from fxpipe.distributed.activity import phase
+from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
@@ -32,7 +33,7 @@ from fxpipe.packed import read_for, written
 from fxpipe.plain_data import admitted, encode, number_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.plan.together import plan_together
+from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.stage.modes import Ambient
@@ -262,8 +263,13 @@ class Agreement:
             key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
-                proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
-                self._reported[key] = self._merged(proposals)
+                try:
+                    proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
+                    self._reported[key] = self._merged(proposals)
+                except RunError as error:
+                    if replica_rows is None and not isinstance(error, PeerLost):  # other replicas wait for the rows
+                        self._replica_rows(str(error))
+                    raise
             # 2. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
             reported = self._reported[key]
             if replica_rows is None:  # all replicas gather the rows, once
@@ -321,14 +327,16 @@ class Agreement:
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
         return replace(pattern, everyone=everyone, answers=found)
 
-    def _replica_rows(self, sizes: Rows) -> tuple[Rows, ...]:
-        """Each replica's rows of each micro-batch, if stages see them; otherwise empty.
+    def _replica_rows(self, sizes: Rows | str) -> tuple[Rows, ...]:
+        """Each replica's rows of each micro-batch, if stages see them; otherwise empty. RunError if another replica has
+        passed why it refuses its batch in place of rows.
 
         A collective call of the data axis: all replicas make it, whether or not their captures depend on the rows.
         """
         if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
             return ()
         everyone = self._transport.gather("data", sizes)
+        check_refusals(self._transport, everyone)
         is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
         return tuple(everyone) if is_even else ()
 

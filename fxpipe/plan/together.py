@@ -109,6 +109,15 @@ def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[st
     )
 
 
+def check_refusals(transport: Transport, everyone: Sequence[object]) -> None:
+    """RunError if other replicas refuse their batches, and this one does not. A text in ``everyone``, an item of each
+    replica, says why its replica refuses."""
+    texts = {replica: text for replica, text in enumerate(everyone) if isinstance(text, str)}
+    if texts and transport.data_rank not in texts:
+        who, text = member(transport, "data", min(texts)), texts[min(texts)]
+        raise RunError(f"{who} refuses its batch, and no rank runs this call: {text}")
+
+
 def check_rows(
     transport: Transport, plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool
 ) -> None:

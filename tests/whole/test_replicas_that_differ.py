@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from tests.harness import gradients_of, replica_of
+from tests.harness import assert_same, gradients_of, replica_of
+from tests.pool import Pool
 from tests.replicas import (
     PAIR,
     SQUARE,
@@ -31,6 +32,8 @@ from tests.replicas import (
 )
 from tests.strict_transport import run_strict
 from tests.thinned import every, pairwise
+from tests.two_ranks import Two
+from tests.whole.gathered import OverReplicas, batch, model
 
 COUNT = 4  # parameters that data may use; the column behind theirs is a micro-batch's weight
 
@@ -248,3 +251,61 @@ def test_losses_that_come_with_different_metrics_are_refused_on_all_ranks() -> N
         assert text.startswith("RunError: ")
         assert all(repr(metric) in text for metric in metrics)
         assert "different metrics" in text
+
+
+WRONG = {
+    "unexpected keyword argument 'y'": {"x": torch.ones(4, 4), "y": 0},
+    "the model's output depends on inputs alone": {"x": None},
+    "loss_weight returned": {"x": torch.full((4, 4), -1.0)},
+}
+"""A part of what the refusal says → the batch."""
+
+
+def refused(call: Any, *args: Any, **given: Any) -> str:
+    with pytest.raises(fxpipe.FxpipeError) as caught:
+        call(*args, **given)
+    return str(caught.value)
+
+
+def around_refusals(topology: fxpipe.Topology, zero: int) -> tuple[list[str], list[Tensor]]:
+    """What this rank says to each wrong batch of replica 1, and the losses of two steps around them."""
+    options: dict[str, Any] = {"microbatches": 2, "loss_weight": torch.sum, "zero": zero}
+    torch.manual_seed(0)
+    run, replica = fxpipe.compile(Two(), topology, **options), replica_of(topology)
+    optimizer, own = run.optimizer(torch.optim.SGD, lr=0.1), torch.full((4, 4), replica + 1.0)
+    losses = [run(own)]
+    said = [
+        refused(call, **wrong if replica else {"x": own}) for call in (run, run.evaluate) for wrong in WRONG.values()
+    ]
+    optimizer.step()
+    optimizer.zero_grad()
+    return said, [*losses, run(own)]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("topology", [PAIR, SQUARE], ids=["data 2", "pipe 2, data 2"])
+def test_a_batch_that_one_replica_refuses_ends_no_pipeline(topology: fxpipe.Topology, zero: int, pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain, wanted = Two(), list[Tensor]()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        wanted.append((plain(torch.ones(4, 4)) + 2 * plain(torch.full((4, 4), 2.0))) / 3)
+        wanted[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (said, losses) in enumerate(pool.run(around_refusals, topology, zero, ranks=topology.world_size)):
+        for fact, text in zip([*WRONG, *WRONG], said, strict=True):
+            names = text.startswith(f"rank {rank + 1} (data 1) refuses its batch, and no rank runs this call: ")
+            assert (fact in text, names) == (True, topology.coordinate(rank)["data"] == 0), text
+        for found, loss in zip(losses, wanted, strict=True):
+            assert_same(found, loss.detach(), "loss", 1e-6)
+
+
+def test_nor_where_rows_of_all_replicas_are_gathered() -> None:
+    def body(rank: int) -> tuple[str, bool]:
+        run = fxpipe.compile(model(OverReplicas), PAIR, microbatches=2)
+        first = run(*batch(4, rank))
+        return refused(run, *batch(4 - 3 * rank)), torch.equal(first, run(*batch(4, rank)))
+
+    for text, is_same in run_strict(body, 2):
+        assert ("cannot be cut into 2 micro-batches" in text, is_same) == (True, True)

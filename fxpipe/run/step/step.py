@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from fxpipe.batch.group_inputs import GroupInputs
 from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
 from fxpipe.distributed.activity import announced
+from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.grid import ROLES
 from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
 from fxpipe.distributed.traffic import Metered
@@ -156,12 +158,10 @@ class Steps:
         """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         self.check_trained()
-        agreed, batches = self._agree(calls, split_evenly, training=True)
+        agreed, batches, shares = self._agree(calls, split_evenly, training=True)
         plan, record, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
-        # Three guards: in the second all ranks raise an FxpipeError with nothing under way, so training can go on.
-        with self.failing.together():
-            shares = self._shares(agreed, batches, training=True)
+        # Two guards: in the first all ranks raise an FxpipeError with nothing under way, so training can go on.
         with self.failing.together(FxpipeError):
             self._check_rows(plan, self._gradients.sums.zero, training=True)
         with self.failing.together():
@@ -264,11 +264,10 @@ class Steps:
         only the "loss" on all ranks. A collective call of all ranks."""
         name = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(name + self.which):
-            agreed, batches = self._agree([call], True, training=False, wants_loss=outputs == "loss")
+            agreed, batches, shares = self._agree([call], True, training=False, wants_loss=outputs == "loss")
             with self.failing.together(FxpipeError):
                 self._check_rows(agreed.plan, 0, training=False)
             with self.failing.together():
-                shares = self._shares(agreed, batches, training=False)
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
                     step = self._input(agreed, batches, shares, True, training=False)
                     result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
@@ -277,17 +276,28 @@ class Steps:
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
-    ) -> tuple[AgreedBatch, list[dict[str, Any]]]:
-        """Returns the plan for this call, and this rank's inputs per micro-batch. Bad input fails on all ranks."""
+    ) -> tuple[AgreedBatch, list[dict[str, Any]], Sequence[float]]:
+        """Returns the plan for this call, and each micro-batch's inputs and share of the weight of the step. If a
+        replica refuses its batch, all ranks of all replicas raise an FxpipeError and can go on: nothing has changed."""
         self.failing.check_open()
         self.transport.begin_step()
         with self.failing.together(*self._alike):  # the pipe group raises together; other ranks must not wait for it
             # This comes first: an error about the previous batch is clearer than the errors that result from it.
             self._check.compare()
         proposal, inputs = self.agreement.propose(calls, split_evenly, training, wants_loss)
-        # The whole pipe group raises a refusal; but other replicas are in the middle of a step, and must not wait.
-        with self.failing.together(*([FxpipeError] if self.transport.data_size == 1 else [])), label("settle"):
-            agreed = self.agreement.settle(proposal, inputs)
+        with self.failing.together(FxpipeError), label("settle"):
+            try:
+                agreed = self.agreement.settle(proposal, inputs)
+                batches = agreed.call.batch.split(inputs)
+                weights = weights_of(self.transport, agreed, self._options.loss_weight, batches)
+            except PeerLost:
+                raise
+            except FxpipeError as error:  # the whole pipe group raises it, and the other replicas must not wait
+                shares_of(self.transport, [math.nan], training, str(error))
+                raise
+            group = agreed.plan.group  # if the loss is of a group of micro-batches, each of them has the group's share
+            by_group = shares_of(self.transport, of_groups(weights, group), training)
+            shares = [share for share in by_group for _ in range(group)]
         self._forget()
         record = self._plans.get(id(agreed.plan))
         if record is None:
@@ -296,7 +306,7 @@ class Steps:
         # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
-        return agreed, agreed.call.batch.split(inputs)
+        return agreed, batches, shares
 
     def _forget(self) -> None:
         """Drops the state of the kinds of batch that the agreement has dropped, on all ranks of a pipe group."""
@@ -317,16 +327,6 @@ class Steps:
         self.agreement.replan(planning)
         self._exchange.forget()
         self._plans.clear()
-
-    def _shares(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]], training: bool) -> Sequence[float]:
-        """Returns each micro-batch's share of the weight of the step. On ranks that compute the loss or weight an input
-        by the share, the weight is summed over all replicas; other ranks only use whether a share is 0. If the loss is
-        of a group of micro-batches, each of them has the group's share."""
-        group = agreed.plan.group
-        weights = of_groups(weights_of(self.transport, agreed, self._options.loss_weight, batches), group)
-        matters = self.transport.pipe_rank in agreed.plan.output_ranks or self._items.items.is_taken
-        shares = shares_of(self.transport, weights, training, over_replicas=matters)
-        return [share for share in shares for _ in range(group)]
 
     def _check_rows(self, plan: Plan, zero: int, training: bool) -> None:
         """RunError if replicas that must run the same rows run different ones. A collective call of the data axis."""

@@ -21,6 +21,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ITEMS
 from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.plan import Plan
+from fxpipe.plan.together import check_refusals
 from fxpipe.stage.loss import LossKind, StepLoss, combined_metrics, log_left_out, step_dtype
 from fxpipe.torch_compat import plain_results
 from fxpipe.validation import shown
@@ -225,15 +226,18 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
     return weights
 
 
-def shares_of(transport: Transport, weights: Sequence[float], training: bool, over_replicas: bool) -> tuple[float, ...]:
-    """Returns each weight divided by the sum of the weights, with ``over_replicas`` by the sum over all replicas.
+def shares_of(
+    transport: Transport, weights: Sequence[float], training: bool, refusal: str | None = None
+) -> tuple[float, ...]:
+    """Returns each weight divided by the sum of all replicas' weights. A collective call of the data axis.
 
-    ``over_replicas`` makes a collective call of the data axis; RunError if replicas make different calls.
+    A replica that refuses its batch passes the weight NaN, and why. RunError if replicas make different calls, or if
+    other replicas alone refuse their batches.
     """
-    # The sign tells a step from an evaluation, in the collective call that both make anyway.
     total = sum(weights)
-    if transport.data_size > 1 and over_replicas:
+    if transport.data_size > 1:
         # Send the total's bits as an int64, which is 0 or more; in evaluation its complement, which is below 0.
+        # The sign tells a step from an evaluation, in the collective call that both make anyway.
         (bits,) = struct.unpack("<q", struct.pack("<d", total))
         everyone = transport.gather_int("data", bits if training else ~bits)
         steps = [number >= 0 for number in everyone]  # other gather_int calls of a step send no number below 0
@@ -248,6 +252,8 @@ def shares_of(transport: Transport, weights: Sequence[float], training: bool, ov
             )
         numbers = [max(number, ~number) for number in everyone]
         total = math.fsum(struct.unpack(f"<{len(numbers)}d", struct.pack(f"<{len(numbers)}q", *numbers)))
+        if math.isnan(total):
+            check_refusals(transport, transport.gather("data", refusal))
     return tuple(weight / total if total else 0.0 for weight in weights)
 
 
