@@ -357,9 +357,14 @@ class PlanState(Planned):
             own = before.held
             moved = sorted(name for name, tensor in after.tensors.items() if id(tensor) not in own)
             if moved and not (at_compile and ids.isdisjoint(id(after.tensors[name]) for name in moved)):
+                part = _choosing(moved[0], before, self.first.graph, self.module)
+                instead = (
+                    f"keep {part} whole" if part else "keep whole a method or a submodule with the code that chooses"
+                )
                 raise PartitionError(
-                    f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; "
-                    "use example_args= of the kind that uses most of the model"
+                    f"this kind of batch uses {moved[0]} in stage {after.name}, which the first kind did not; use "
+                    f"example_args= of the kind that uses most of the model, or {instead}, so that its stage has all "
+                    f'of it: boundaries={{"{part or "its name"}": "whole"}}'
                 )
 
 
@@ -370,6 +375,17 @@ def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> l
     if capturing.captures.wrong == wrong:
         return captured
     return _captured(capturing, pattern, sample)  # capturing a group found the micro-batches' tracer wrong
+
+
+def _choosing(name: str, stage: Stage, graph: StageGraph, model: nn.Module) -> str:
+    """The innermost submodule with a forward that holds a tensor of the name and tensors of the stage, and none of
+    another stage; "" if no submodule does."""
+    path = name
+    while path := path.rpartition(".")[0]:
+        users = {each.index for each in graph if any(used.startswith(f"{path}.") for used in each.tensors)}
+        if users and type(model.get_submodule(path)).forward is not nn.Module.forward:
+            return path if users == {stage.index} else ""
+    return ""
 
 
 def _holding(graph: StageGraph, more: Mapping[str, Mapping[str, Tensor]]) -> StageGraph:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan_state import PlanState
@@ -125,3 +125,27 @@ def test_a_later_kind_of_batch_may_call_a_tied_parameter_by_another_of_its_names
     options: Any = {"microbatches": 2, "example_args": (ids,)}
     forward_backward = fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
     assert forward_backward.evaluate(ids, outputs="loss").item() == pytest.approx(model(ids).item())
+
+
+class Heads(nn.ModuleDict):
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return self[which](x).square().mean()  # type: ignore[no-any-return]
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(4, 4), Heads({name: nn.Linear(4, 4) for name in "ab"})
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return self.heads(fxpipe.stage_boundary(self.trunk(x)), which)  # type: ignore[no-any-return]
+
+
+def test_a_later_kind_that_uses_another_head_is_told_what_to_keep_whole() -> None:
+    model, x, topology = Chooses(), torch.randn(8, 4), fxpipe.Topology([("pipe", 2)])
+    options: Any = {"microbatches": 2, "example_args": (x, "a")}
+    with pytest.raises(PartitionError, match=r'uses heads.b.bias in .*: boundaries={"heads": "whole"}'):
+        fxpipe.compile(model, topology, tracer="symbolic", **options)(x, "b")
+    forward_backward = fxpipe.compile(model, topology, boundaries={"heads": "whole"}, **options)
+    for which in "aba":
+        assert forward_backward(x, which).item() == pytest.approx(model(x, which).item())

@@ -269,6 +269,24 @@ class Rounded(Two):
         return Straight.apply(self.b(h), 2.0) - y  # type: ignore[no-any-return]
 
 
+class Halved(torch.autograd.Function):
+    """Returns its arguments, a parameter among them, and halves their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return tuple(gradient / 2 for gradient in gradients)
+
+
+class GivesWeight(Two):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, weight = Halved.apply(self.a(x), self.b.weight)
+        return torch.tanh(stage_boundary(h @ weight) @ weight) - y
+
+
 class Checkpointing(nn.Module):
     """Checkpoints functions: a submodule, a closure over a value, one in a submodule, one inside of another."""
 
@@ -502,6 +520,7 @@ CASES = {
     "operators of the user's": Case(OwnOperators),
     "submodules": Case(Residual, whole=["first", "second"]),
     "an autograd function": Case(Rounded, tracers=RECORD, whole=["a", "Straight_0", "b", "Straight_1"]),
+    "a parameter that an autograd function returns": Case(GivesWeight, tracers=RECORD, whole=["a", "Halved_0"]),
     "checkpoints": Case(lambda: Checkpointing(False), tracers=RECORD, whole=CHECKPOINTS),
     "reentrant checkpoints": Case(lambda: Checkpointing(True), tracers=RECORD, whole=CHECKPOINTS),
     "branches inside": Case(Experts, tracers=RECORD, whole=["a", "branch", "b"]),

@@ -131,4 +131,6 @@ class Frame:
         value = self._recorder.value_if_any(leaf)
         if id(leaf) in self.argument_ids or value is None:  # None: made by TorchScript, say, and not recorded
             return id(leaf) in self.argument_ids or is_fake(leaf)
-        return self._has_made(value.maker) and storage_of(leaf) not in self._recorder.storages
+        # the call's effects say that a result shares memory with an argument, and not with a tensor of its submodule
+        own = self._recorder.storages.keys() - {storage_of(tensor) for tensor in self.tensors}
+        return self._has_made(value.maker) and storage_of(leaf) not in own
