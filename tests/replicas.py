@@ -111,7 +111,7 @@ class Layout:
 
 Move = tuple[str, Any]
 """("call" or "later", each replica's batch): a call whose gradients are summed, or not yet. ("clear" or
-"clear to zero", by which way). ("drop", "zero" or "freeze", the end of a parameter's name)."""
+"clear to zero", by which way). ("drop", "zero", "set" or "freeze", the end of a parameter's name)."""
 
 
 def zero_each(step: fxpipe.ForwardBackward, set_to_none: bool) -> None:
@@ -130,12 +130,15 @@ CLEARS: dict[str, Callable[[fxpipe.ForwardBackward, Any, bool], object]] = {
 }
 
 
-def change(named: Iterable[tuple[str, nn.Parameter]], what: str, end: str) -> None:
+def change(named: Iterable[tuple[str, nn.Parameter]], what: str, end: str, times: int = 1) -> None:
     for name, parameter in named:
         if not name.endswith(end):
             continue
         if what == "drop":
             parameter.grad = None
+        elif what == "set":
+            ramp = torch.arange(float(parameter.numel())).view(parameter.shape)
+            parameter.grad = times * ramp
         elif what == "freeze":
             parameter.requires_grad_(False)
         elif parameter.grad is not None:
@@ -175,7 +178,9 @@ def assert_walk(
         elif what in ("call", "later"):
             accumulate(given)
         else:  # a part that is cleared to zero is as if it had never been
-            change(model.named_parameters(), "drop" if what == "zero" and layout.zero else what, given)
+            # what is set while gradients are not summed yet is each replica's own
+            times = layout.topology.size("data") if names[place - 1] == "later" else 1
+            change(model.named_parameters(), "drop" if what == "zero" and layout.zero else what, given, times)
         if what == "call":
             found = [seen[count] for seen in ranks]
             assert_parts(found, gradients_of(model.named_parameters()), f"after {names[: place + 1]}")

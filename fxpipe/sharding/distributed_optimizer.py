@@ -44,6 +44,7 @@ from fxpipe.sharding.optimizer_state import (
     MASTER,
     Target,
     check_saves_all,
+    cut_to_fit,
     entry_to_load,
     entry_to_save,
     originals_of,
@@ -58,7 +59,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer of this rank's parameters. An inner optimizer ``cls(groups, **kw)`` steps this rank's pieces.
 
     ``param_groups`` hold the model's own parameters; the next step uses the options that a scheduler or the user writes
-    into them. ``state`` is the inner optimizer's, by the stepped tensors. Several optimizers may share a model.
+    into them. ``state`` holds the inner optimizer's entries by the model's own parameters; of a parameter that ranks
+    step in parts, this rank's part. The next step uses the values and entries that the user writes into it, or the dict
+    that replaces it. Several optimizers may share a model.
 
     A parameter that no rank used has no gradient, and stays unchanged. With float16 all ranks skip a step if any rank's
     gradient has an inf or nan, whichever optimizer the gradient belongs to; ``skipped_steps`` counts skipped steps
@@ -124,7 +127,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner = settle_foreach(made_by(cls, self._claimed(self.param_groups), kw))
         self.kind = type(self._inner).__name__
         self._is_lazy = not self._inner.state
-        self.state, self.defaults = self._inner.state, self._inner.defaults
+        self.defaults = self._inner.defaults
+        self._show_state()
         self._exchange(self._inner.param_groups, self.param_groups)
         self._take_over()
 
@@ -200,7 +204,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         (group,) = self._resolved([param_group])
         super().add_param_group(group)
-        self._inner.add_param_group(*self._claimed([group]))
+        with self._given_state():
+            self._inner.add_param_group(*self._claimed([group]))
         self._exchange(settle_foreach(self._inner).param_groups, self.param_groups)
         self._take_over()
 
@@ -235,6 +240,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Copies hyperparameters from the outer groups to the inner groups, or back."""
         for giver, taker in zip(source, sink, strict=True):
             taker.update(options_of(giver))
+
+    @contextmanager
+    def _given_state(self) -> Iterator[None]:
+        """The inner optimizer has what is in ``state``, under the tensors that it steps; then ``state`` follows it."""
+        targets = {target.piece.parameter: target for target in self._flat}
+        entries: dict[Any, Any] = {}
+        for key, entry in self.state.items():
+            if key in targets:
+                cut_to_fit(entry, targets[key], lambda: self._kept)
+            entries[targets[key].tensor if key in targets else key] = entry
+        # in place: a wrapper, such as Lookahead, may share the dict with the optimizer inside it
+        self._inner.state.clear()
+        self._inner.state.update(entries)
+        try:
+            yield
+        finally:
+            self._show_state()
+
+    def _show_state(self) -> None:
+        parameters = {target.tensor: target.piece.parameter for target in self._flat}
+        entries = {parameters.get(key, key): entry for key, entry in self._inner.state.items()}
+        self.state.clear()
+        self.state.update(entries)
+
+    @functools.cached_property
+    def _kept(self) -> Mapping[str, torch.dtype]:
+        """The keys of the tensors that the optimizer keeps, shaped like a parameter, and their types for float32."""
+        entries = [initial_state(self._make, options_of(group), torch.zeros(1, 1)) for group in self.param_groups]
+        values = [item for entry in entries for item in entry.items()]
+        return {key: value.dtype for key, value in values if isinstance(value, Tensor) and value.ndim}
 
     @property
     def _flat(self) -> list[Target]:
@@ -297,7 +332,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{self.kind}.{name}() failed on this rank, which has a part of the parameters, their gradients "
                     f"in step() alone: {type(error).__name__}: {error}"
                 ) from error
-        self.state = self._inner.state
         return self if result is self._inner else result
 
     @contextmanager
@@ -331,7 +365,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # 3. Schedulers write into the outer groups, and some optimizers keep numbers in the inner groups.
         self._exchange(self.param_groups, self._inner.param_groups)
         in_parts = not self._elementwise and any(is_dtensor(target.tensor) for target in targets)
-        with NumbersOfParts(self.kind) if in_parts else nullcontext():
+        with self._given_state(), NumbersOfParts(self.kind) if in_parts else nullcontext():
             result = run()
         self._exchange(self._inner.param_groups, self.param_groups)
         # 4. Write the copies back to the parameters, and send the stepped pieces to the ranks that use them.
@@ -406,7 +440,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
-        check_saves_all(self._inner)
+        with self._given_state():
+            check_saves_all(self._inner)
         # All ranks save entries of parameters that were never stepped, too, so that names do not depend on use.
         entries: dict[str, Entry] = {}
         for group, targets in zip(self.param_groups, self._targets, strict=True):
@@ -414,7 +449,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if not target.tensor.numel() and not target.whole:
                     continue  # an empty shard
                 name = self._canonical[target.piece.name]
-                entry = dict(self.state.get(target.tensor) or {})
+                entry = dict(self.state.get(target.piece.parameter) or {})
                 if not entry and (name in saved or target.piece.parameter.requires_grad):
                     entry = initial_state(self._make, options_of(group), target.tensor)
                 entries[name] = entry_to_save(name, entry, target)
@@ -473,7 +508,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     target.tensor.copy_(master)
             self._restore_exact()
         self._inner.__setstate__({"state": state, "param_groups": self._inner.param_groups})
-        self.state = self._inner.state
+        self._show_state()
         self._exchange(copy.deepcopy(options), self.param_groups)
 
     def reload(self, values: Mapping[str, Tensor] | None = None) -> None:

@@ -117,6 +117,8 @@ class FlatBucket:
         if all(member.parameter.grad is None for member in self.members):
             self.forget()
             return
+        if all(member.parameter.grad is None or self._is_set(member) for member in self.members):
+            self.part, self._summed = None, True  # earlier calls have left nothing
         for member in self.members:
             if member.parameter.grad is None:  # the user has cleared it, of this parameter alone
                 if self.part is not None:
@@ -124,6 +126,12 @@ class FlatBucket:
                 member.present = False
             elif member.parameter.grad is member.mark:
                 member.parameter.grad = None
+            elif self._is_set(member) and self.sums.sharded and (self._summed or self.sums.zero == 2):
+                # Where gradients are not summed yet, each rank of the shard group adds its own.
+                section, times = (self.begins, self.ends), 1 if self._summed else self.sums.shards
+                part = self._overlap(member, self._content(self._summed), section)
+                torch.mul(self._part_of_set(member, section), times, out=part)
+                member.present, member.parameter.grad = True, None
             else:
                 self.collect(member)
         # Sums must not be summed again, and gradients of earlier calls must not be scaled by this call's factor.
@@ -344,6 +352,8 @@ class FlatBucket:
     def _gradient(self, member: InBucket) -> Tensor | None:
         if not self.sums.sharded:
             return member.parameter.grad
+        if self._is_set(member):
+            return member.parameter.grad if self.root is not None else self._part_of_set(member, self._steps)
         if self.part is None or not member.present:
             return None
         if self.root is not None:
@@ -354,6 +364,22 @@ class FlatBucket:
         """The part of a parameter's gradient that lies in a section."""
         start, stop = _within(member.slot, section)
         return part[start - self.begins : stop - self.begins]
+
+    @staticmethod
+    def _is_set(member: InBucket) -> bool:
+        """Whether the user has set the gradient in ``.grad``: the same on all ranks, as a sum over them is."""
+        gradient = member.parameter.grad
+        return gradient is not None and gradient is not member.mark and gradient is not member.view
+
+    def _part_of_set(self, member: InBucket, section: tuple[int, int]) -> Tensor:
+        """A section's part of a gradient that the user has set: a view, since ``.grad`` gets the parameter's order."""
+        slot, parameter = member.slot, member.parameter
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.stride() != member.mark.stride():
+            gradient = parameter.grad = torch.empty_like(member.mark, device=self.device).copy_(gradient)
+        start, stop = _within(slot, section)
+        return gradient.detach().as_strided((gradient.numel(),), (1,))[start - slot.start : stop - slot.start]
 
     def gather(self) -> None:
         """Starts all-gathers over the owners and the shard group, after each rank has stepped its section of values."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,24 @@ class Target:
 def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | None:
     """Returns a parameter's original values, under any of its names; else None."""
     return next((originals[name] for name in names if name in originals), None)
+
+
+def cut_to_fit(entry: Entry, target: Target, kept: Callable[[], Mapping[str, torch.dtype]]) -> None:
+    """Cuts the optimizer's values in an entry that the user has made like the parameter, for the stepped tensor.
+
+    ``kept``: returns the keys of the tensors that the optimizer keeps, and their types for a parameter in float32.
+    """
+    stepped, parameter = target.tensor, target.piece.parameter
+    for key, value in entry.items() if stepped is not parameter else ():
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            continue
+        other_type = value.dtype == parameter.dtype != stepped.dtype
+        other_device = value.device == parameter.device != stepped.device
+        if (other_type or other_device or value.shape != stepped.shape) and key in kept():
+            dtype = stepped.dtype if kept()[key] == torch.float32 else value.dtype
+            is_shard = is_dtensor(value) and not is_dtensor(stepped)
+            part = local(value).view(-1) if is_shard else target.piece.part_of(value)
+            entry[key] = part.to(stepped.device, dtype, copy=True)
 
 
 MASTER = "master"

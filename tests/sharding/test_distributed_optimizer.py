@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -25,7 +26,7 @@ from fxpipe.sharding.gradients import OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
 from fxpipe.sharding.parameter_groups import resolve_groups, whole_groups
 from tests.device import DEVICE
-from tests.thinned import in_turn
+from tests.thinned import in_turn, pairwise
 
 STEPS = 5
 CLASSES = sorted(ELEMENTWISE, key=lambda cls: cls.__name__)
@@ -276,6 +277,45 @@ def test_masters_start_from_the_values_before_they_were_rounded(cls: Any, offloa
         in_memory = expected[name].as_strided((parameter.numel(),), (1,))
         flat = [m.local if isinstance(m, Slice) else m.as_strided((m.numel(),), (1,)) for m in masters]
         assert torch.equal(torch.cat(flat), in_memory), name
+
+
+# --- state that the user writes ---
+
+
+def like_parameters(optimizer: Any) -> None:
+    for parameter, entry in optimizer.state.items():
+        entry.update({key: torch.zeros_like(parameter if key != "step" else entry[key]) for key in entry})
+
+
+RESETS: dict[str, Callable[[Any], Any]] = {
+    "values": lambda o: [value.zero_() for entry in o.state.values() for value in entry.values()],
+    "like parameters": like_parameters,
+    "popped": lambda o: [o.state.pop(parameter, None) for parameter in o.param_groups[0]["params"]],
+    "cleared": lambda o: o.state.clear(),
+    "assigned": lambda o: setattr(o, "state", defaultdict(dict)),
+    "set": lambda o: o.__setstate__({"state": defaultdict(dict)}),
+}
+
+
+@pytest.mark.parametrize(("reset", "kind"), pairwise(list(RESETS), ["parts", "masters", "offload", "whole"]))
+def test_a_reset_of_the_state_reaches_the_step(reset: str, kind: str) -> None:
+    """ReLoRA and warm restarts: ``state`` had nothing under the parameters, and nothing was reset."""
+    mine, plain = Model(), Model().to("cpu" if kind == "offload" else DEVICE)
+    options: dict[str, Any] = {"lr": 0.05, "offload": kind == "offload", "precision": None}
+    if kind == "masters":
+        options |= {"precision": Precision(), "originals": cast_parameters(mine, Precision())}
+    made = both if kind != "whole" else lambda *args, **kw: [of_rank(mine, 0, torch.optim.Adam, ranks=1, **kw)]
+    optimizers = made(mine, torch.optim.Adam, **options)
+    expected = torch.optim.Adam(plain.parameters(), lr=0.05)
+    for step in range(4):
+        gradients(mine, step, torch.float32)
+        gradients(plain, step)
+        for optimizer in [*optimizers, expected]:
+            if step == 2:
+                RESETS[reset](optimizer)
+            optimizer.step()
+    for (name, a), b in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.cpu(), b.cpu().to(a.dtype)), name
 
 
 # --- groups ---

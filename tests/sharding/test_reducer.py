@@ -88,6 +88,9 @@ def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(
     moves = random_moves(draw, kinds, batches, [])
     for before, way in zip(["call", "later", "call", "later"], CLEARS, strict=True):
         moves += [(before, batches()), ("clear to zero", way), ("call", batches())]
+    moves += [("set", "t"), ("call", batches()), ("later", batches()), ("set", "middle.weight"), ("call", batches())]
+    for way in ("optimizer", "forward_backward"):
+        moves += [("clear", way), ("set", "conv" if way == "optimizer" else ""), ("call", batches())]
     moves += [("zero", "last.weight"), ("call", batches()), ("later", batches())]
     if freezes:
         moves.append(("freeze", draw.choice(["middle.weight", "t"])))  # that one, or all weights

@@ -1,4 +1,4 @@
-"""Gradients that are cleared, master weights, and what a rank holds over many steps."""
+"""Gradients that are cleared or set by hand, master weights, and what a rank holds over many steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from tests.harness import gradients_of
 from tests.pool import Pool
-from tests.replicas import PAIR, Parts, assert_parts, compiled_alone, linear, parts
+from tests.replicas import PAIR, Parts, assert_parts, compiled_alone, every_zero, linear, parts
 from tests.strict_transport import run_strict
 from tests.thinned import in_turn
 
@@ -40,6 +40,28 @@ def test_one_optimizers_zero_grad_leaves_what_another_ones_parameters_have(zero:
     model[0].weight.grad = None
     model(torch.ones(2, 4)).square().mean().backward()
     assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+
+
+@every_zero
+def test_gradients_set_by_hand_are_what_steps(zero: int) -> None:
+    """Evolution strategies: with zero=1 and 2 the step used what the call had left. All 32 elements are 0.5."""
+
+    def body(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        step = compiled_alone(nn.Sequential(linear(), linear()), PAIR, microbatches=1, zero=zero)
+        optimizer, norms = step.optimizer(torch.optim.SGD, lr=1.0), []
+        for calls in (False, True):
+            for _ in range(calls):
+                step(torch.ones(2, 4))
+            for parameter in step.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            norms.append(step.clip_grad_norm_(1.0))
+            optimizer.step()
+        return step.state_dict(full=True), norms
+
+    for state, norms in run_strict(body, 2):
+        torch.testing.assert_close(norms, [torch.tensor(0.5 * 32**0.5)] * 2)
+        for weight in state.values():
+            torch.testing.assert_close(weight, linear().weight.detach() - 2 / 32**0.5)
 
 
 # --- masters that are made late, let go of, and written by hand ---
