@@ -192,13 +192,18 @@ class StageGraph(Tabular):
         return tuple(sorted({(edge.source, edge.target) for edge in self.edges}))
 
     @property
+    def shared(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
+        """The parameters that several stages use: (name, parameter, stages)."""
+        users: dict[nn.Parameter, dict[int, str]] = {}
+        for stage in self.stages:
+            for name, parameter in stage.parameters.items():
+                users.setdefault(parameter, {}).setdefault(stage.index, name)
+        return [(min(each.values()), one, tuple(each)) for one, each in users.items() if len(each) > 1]
+
+    @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
         """Groups of stages that use the same parameter, each group once, sorted."""
-        users: dict[int, dict[int, None]] = {}
-        for stage in self.stages:
-            for parameter in stage.parameters.values():
-                users.setdefault(id(parameter), {})[stage.index] = None
-        return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
+        return tuple(sorted({stages for _, _, stages in self.shared}))
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """Returns the pipe ranks of a stage, once decided, in the order in which they take its micro-batches."""

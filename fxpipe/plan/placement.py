@@ -9,9 +9,11 @@ from typing import Any, Literal
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.notebook import listed
 from fxpipe.search.segments import between, partition, segments_of
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import BATCH_STATISTICS
+from fxpipe.torch_compat import BATCH_STATISTICS, hooks_of
+from fxpipe.trace.user_line import definition
 
 Place = int | Sequence[int]
 """A rank, or several ranks that take a stage's micro-batches in turn."""
@@ -60,6 +62,18 @@ def check_replicated(graph: StageGraph) -> None:
         for call in opaque_calls(stage.module):
             for attribute in sorted(call.attributes):
                 raise PartitionError(f"{where}, and {writes('.'.join(filter(None, attribute)))}")
+
+
+def check_hooks(graph: StageGraph) -> None:
+    """PartitionError if a parameter that several stages use has a hook, which each stage's backward would call."""
+    for name, parameter, stages in graph.shared:
+        if hooks := hooks_of(parameter):
+            users = listed([graph.names[stage] for stage in stages])
+            raise PartitionError(
+                f"a hook on {name} would see parts of its gradient: each of the stages {users} uses it, and has a "
+                "backward of its own. Cut the model so that one stage uses it, or change its .grad behind "
+                f"forward_backward(...)\n{definition(hooks[0])}"
+            )
 
 
 def writes(name: str) -> str:

@@ -27,7 +27,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.placement import check_replicated, place_stages
+from fxpipe.plan.placement import check_hooks, check_replicated, place_stages
 from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import choose_table
@@ -170,6 +170,8 @@ class PlanState(Planned):
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
+            if pattern.training:
+                check_hooks(joint(graphs))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
