@@ -167,6 +167,8 @@ class StageGraph(Tabular):
     """A text that says whether the batch's labels are counted."""
     written: frozenset[str] = frozenset()
     """The names of parameters and buffers that forward wrote during a capture, in training or evaluation."""
+    written_by_batch: frozenset[str] = frozenset()
+    """The names of those that operators of this capture wrote by the batch's values."""
     counting: Counting | None = None
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
