@@ -23,6 +23,7 @@ import re
 import socket
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -35,7 +36,8 @@ from fxpipe.small_file import Budget
 TESTED = "2.12", "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
-    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass Tensor._version "
+    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass "
+    "Tensor._post_accumulate_grad_hooks Tensor._version "
     "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
@@ -264,8 +266,20 @@ def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     return *own, before, behind, module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    return bool(has_gradient_hooks(tensor) or getattr(tensor, "_post_accumulate_grad_hooks", None))
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The hooks on a tensor's gradient, and those after its accumulation into ``.grad``."""
+    return [hook for table in _HOOKS for hook in (getattr(tensor, table) or {}).values()]
+
+
+def share_hooks(source: Tensor, target: Tensor) -> None:
+    """Has ``target`` call the hooks of ``source``, those that are registered or removed later, too."""
+    for table in _HOOKS:
+        if getattr(source, table) is None:
+            setattr(source, table, OrderedDict())
+        setattr(target, table, getattr(source, table))
 
 
 def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -678,6 +692,17 @@ def fsdp_set_up(module: Any) -> None:
 def fsdp_groups(module: Any) -> list[Any]:
     """The parameter groups, each gathered and reduced together; each has ``fsdp_params`` and ``post_backward()``."""
     return list(fsdp_state(module)._fsdp_param_groups)
+
+
+@contextlib.contextmanager
+def fsdp_without_hooks(shards: Sequence[Tensor]) -> Iterator[None]:
+    """Keeps FSDP2 from calling hooks after accumulation on the shards: the unsharded parameters have called them."""
+    tables = [shard._post_accumulate_grad_hooks for shard in shards]
+    for shard in shards:
+        shard._post_accumulate_grad_hooks = None
+    yield
+    for shard, table in zip(shards, tables, strict=True):
+        shard._post_accumulate_grad_hooks = table
 
 
 def fsdp_end_backward(root: Any) -> None:

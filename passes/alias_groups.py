@@ -7,7 +7,7 @@ from torch.fx import Node
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Effects, Program, before_boundary, is_boundary, is_boundary_value, where
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.passes.effects import aliased, is_number, own_writes, writes_apart, written
+from fxpipe.passes.effects import aliased, is_number, is_random, own_writes, writes_apart, written
 from fxpipe.passes.union import Union
 
 
@@ -49,6 +49,19 @@ def names_of_written(program: Program) -> frozenset[str]:
     """Returns the names of the parameters and buffers that forward writes, for this or an earlier kind of batch."""
     tensors, changed = all_tensors(program.module), _changed(program)
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in changed)
+
+
+def names_written_by_batch(program: Program) -> frozenset[str]:
+    """Returns the names of the parameters that operators write by the batch's values, or by random numbers."""
+    memory, by_batch, roots = shared_memory(program), set[Node](), set[Node]()
+    for node in program.nodes:
+        reads = any(source in by_batch for source in node.all_input_nodes)
+        if node.op == "placeholder" or (reads and not is_number(node)) or is_random(program, node):
+            by_batch.add(node)
+            roots |= {memory.find(target) for target in written(program, node)}
+    attributes = [node for node in program.nodes if node.op == "get_attr" and memory.find(node) in roots]
+    ids = {id(program.attribute(node)) for node in attributes}
+    return frozenset(name for name, tensor in all_tensors(program.module).items() if id(tensor) in ids)
 
 
 def nodes_of_written(program: Program) -> frozenset[str]:

@@ -29,7 +29,7 @@ from fxpipe.graph.program import (
     where,
 )
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
-from fxpipe.passes.alias_groups import holders_of_written, names_of_written, shared_memory
+from fxpipe.passes.alias_groups import holders_of_written, names_of_written, names_written_by_batch, shared_memory
 from fxpipe.passes.counting import counting
 from fxpipe.passes.effects import SIZE, aliased, is_number, is_random
 from fxpipe.passes.gather import crossed, entering, gather_mode, readers_of
@@ -82,6 +82,7 @@ def split(program: Program) -> StageGraph:
         program.module,
         origin=origin,
         written=written,
+        written_by_batch=names_written_by_batch(program) & written,
         counting=counts,
         crossings=crossings(program),
     )

@@ -167,6 +167,8 @@ class StageGraph(Tabular):
     """A text that says whether the batch's labels are counted."""
     written: frozenset[str] = frozenset()
     """The names of parameters and buffers that forward wrote during a capture, in training or evaluation."""
+    written_by_batch: frozenset[str] = frozenset()
+    """The names of those that operators of this capture wrote by the batch's values."""
     counting: Counting | None = None
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
@@ -192,13 +194,18 @@ class StageGraph(Tabular):
         return tuple(sorted({(edge.source, edge.target) for edge in self.edges}))
 
     @property
+    def shared(self) -> list[tuple[str, nn.Parameter, tuple[int, ...]]]:
+        """The parameters that several stages use: (name, parameter, stages)."""
+        users: dict[nn.Parameter, dict[int, str]] = {}
+        for stage in self.stages:
+            for name, parameter in stage.parameters.items():
+                users.setdefault(parameter, {}).setdefault(stage.index, name)
+        return [(min(each.values()), one, tuple(each)) for one, each in users.items() if len(each) > 1]
+
+    @property
     def tied(self) -> tuple[tuple[int, ...], ...]:
         """Groups of stages that use the same parameter, each group once, sorted."""
-        users: dict[int, dict[int, None]] = {}
-        for stage in self.stages:
-            for parameter in stage.parameters.values():
-                users.setdefault(id(parameter), {})[stage.index] = None
-        return tuple(sorted({tuple(stages) for stages in users.values() if len(stages) > 1}))
+        return tuple(sorted({stages for _, _, stages in self.shared}))
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """Returns the pipe ranks of a stage, once decided, in the order in which they take its micro-batches."""

@@ -28,7 +28,7 @@ from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
 from fxpipe.seeds import seed_from, seed_torch, seeded
 from fxpipe.stage.with_loss import plain_model
-from fxpipe.torch_compat import TorchDispatchMode, has_hooks, schema_of, storage_id
+from fxpipe.torch_compat import TorchDispatchMode, hooks_of, schema_of, storage_id
 from fxpipe.validation import shown
 
 
@@ -188,7 +188,7 @@ def _check_complete(tensors: Sequence[_ModelTensor], weights: Weights, init_fn: 
 def _real(entry: _ModelTensor, device: torch.device) -> Tensor:
     """A tensor on ``device`` with the form of the meta tensor; the tensor's memory is not initialised."""
     meta = entry.tensor
-    if has_hooks(meta):
+    if hooks_of(meta):
         raise RunError(f"{entry.names[0]} is on the meta device and has a hook, which would be lost; register it later")
     tensor = torch.empty_like(meta, device=device, requires_grad=False)
     if isinstance(meta, nn.Parameter):

@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
+from torch import nn
+
 from fxpipe.errors import PartitionError, nearest
 from fxpipe.graph.ranks import Placement, as_placement, named, ranks_of
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.notebook import listed
+from fxpipe.passes.effects import own_writes
 from fxpipe.search.segments import between, partition, segments_of
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import BATCH_STATISTICS
+from fxpipe.torch_compat import BATCH_STATISTICS, hooks_of
+from fxpipe.trace.user_line import definition
 
 Place = int | Sequence[int]
 """A rank, or several ranks that take a stage's micro-batches in turn."""
@@ -60,6 +65,31 @@ def check_replicated(graph: StageGraph) -> None:
         for call in opaque_calls(stage.module):
             for attribute in sorted(call.attributes):
                 raise PartitionError(f"{where}, and {writes('.'.join(filter(None, attribute)))}")
+
+
+def check_replicas(graph: StageGraph, replicas: int) -> None:
+    """PartitionError for a parameter that each of several replicas would write by its own rows of the batch."""
+    for stage in graph if replicas > 1 else ():
+        own = own_writes(stage.module) if isinstance(stage.module, nn.Module) else []
+        for name, parameter in stage.parameters.items():
+            if name in graph.written_by_batch or any(tensor is parameter for tensor in own):
+                raise PartitionError(
+                    f"stage {stage.name!r} writes {name} by the rows of its batch, and each of {replicas} replicas has "
+                    "other rows: they would come to hold different values. For an embedding, leave out max_norm, and "
+                    "call renorm_(2, 0, max_norm) of its weight before fxpipe.compile and behind optimizer.step()"
+                )
+
+
+def check_hooks(graph: StageGraph) -> None:
+    """PartitionError if a parameter that several stages use has a hook, which each stage's backward would call."""
+    for name, parameter, stages in graph.shared:
+        if hooks := hooks_of(parameter):
+            users = listed([graph.names[stage] for stage in stages])
+            raise PartitionError(
+                f"a hook on {name} would see parts of its gradient: each of the stages {users} uses it, and has a "
+                "backward of its own. Cut the model so that one stage uses it, or change its .grad behind "
+                f"forward_backward(...)\n{definition(hooks[0])}"
+            )
 
 
 def writes(name: str) -> str:

@@ -18,6 +18,7 @@ from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.capture.captures import LATER, Captured, Captures
 from fxpipe.capture.capturing import Capturing
 from fxpipe.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
+from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
 from fxpipe.graph.gathering import Places
@@ -27,7 +28,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.placement import check_replicated, place_stages
+from fxpipe.plan.placement import check_hooks, check_replicas, check_replicated, place_stages
 from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import choose_table
@@ -170,6 +171,8 @@ class PlanState(Planned):
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
+            if pattern.training:
+                check_hooks(joint(graphs))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
@@ -212,6 +215,8 @@ class PlanState(Planned):
         # All micro-batches run one table. So stages have the first plan's numbers, a value has the same name in all
         # graphs, and the placement covers the stages of all micro-batches.
         graphs: Sequence[StageGraph] = [each.graph for each in captured]
+        for graph in graphs:
+            check_replicas(graph, self.topology.size(BATCH))
         if self.plans:
             graphs = each_once(graphs, lambda graph: like(graph, self.first.graph))
         graphs = called_alike(graphs)

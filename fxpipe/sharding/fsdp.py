@@ -45,7 +45,16 @@ from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import fsdp_end_backward, fsdp_forget, fsdp_groups, fsdp_set_up, fsdp_state
+from fxpipe.torch_compat import (
+    fsdp_end_backward,
+    fsdp_forget,
+    fsdp_groups,
+    fsdp_set_up,
+    fsdp_state,
+    fsdp_without_hooks,
+    share_hooks,
+    version_of,
+)
 
 
 class _FsdpModules:
@@ -201,6 +210,7 @@ class FsdpUnit(_FsdpModules):
         self.shards = dict(zip(parameters, self.parameters, strict=True))
         for shard, old in zip(self.parameters, parameters.values(), strict=True):
             vars(shard).update(vars(old))
+            share_hooks(old, shard)
         self.shell.set_reshard_after_backward(False)  # an earlier block may read the same parameters in its backward
         self._handle: Any = None
         self.used: set[str] | None = None  # the parameters this replica used in this call; None before the reduction
@@ -214,8 +224,9 @@ class FsdpUnit(_FsdpModules):
         """Waits for the unsharded parameters."""
         self._all_gather.wait()
         self._handle.wait()
-        whole = [_accumulating(managed.unsharded_param, self._precision) for managed in self._managed]
-        self.whole = dict(zip(self.shards, whole, strict=True))
+        pairs = [(managed.unsharded_param, managed.sharded_param) for managed in self._managed]
+        whole = [_accumulating(parameter, self._precision, shard) for parameter, shard in pairs]
+        self.whole, self._versions = dict(zip(self.shards, whole, strict=True)), list(map(version_of, whole))
 
     def free(self) -> None:
         self.shell.reshard()
@@ -223,7 +234,14 @@ class FsdpUnit(_FsdpModules):
     def reduce(self) -> None:
         """Starts the reduction of the gradients that the backwards have made."""
         self.used = {name for name, parameter in self.whole.items() if parameter.grad is not None}
-        self._post_backward()
+        for (name, parameter), version in zip(self.whole.items(), self._versions, strict=True):
+            if version_of(parameter) != version:
+                raise RunError(
+                    f"forward or a hook has written {name}; zero=3 gathers parameters for a call, and the write would "
+                    "be lost: pass zero=2, or write the parameter behind forward_backward(...)"
+                )
+        with fsdp_without_hooks(self.parameters):
+            self._post_backward()
 
     def finish(self) -> set[str]:
         """Makes the shards' ``.grad`` usable. Returns the names of the parameters that this replica has used."""
@@ -263,8 +281,10 @@ class _Through:
         self.work = None
 
 
-def _accumulating(parameter: nn.Parameter, precision: Precision | None) -> nn.Parameter:
-    """Returns the parameter, with gradients that accumulate over micro-batches in at least float32."""
+def _accumulating(parameter: nn.Parameter, precision: Precision | None, shard: nn.Parameter) -> nn.Parameter:
+    """Returns the parameter, with the hooks of ``shard``, which FSDP2 would not call, and with gradients that
+    accumulate over micro-batches in at least float32."""
+    share_hooks(shard, parameter)
     if precision is not None and parameter.requires_grad and parameter.is_floating_point():
         wide = torch.promote_types(parameter.dtype, torch.float32)
         if parameter.grad_dtype != wide:
@@ -365,7 +385,7 @@ class FullyShardedGradients(Gradients):
             data = parameter.detach()
             if self._precision is not None and data.is_floating_point():
                 data = data.to(self._precision.compute)
-            copies[name] = _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision)
+            copies[name] = _accumulating(nn.Parameter(data, parameter.requires_grad), self._precision, parameter)
         self._put_in(copies)
         self._gather_next()
 

@@ -35,7 +35,7 @@ from fxpipe.sharding.data_axis import scope_of
 from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
-from fxpipe.torch_compat import pytree, ranks_without_processes
+from fxpipe.torch_compat import hooks_of, pytree, ranks_without_processes
 from fxpipe.trace.patching import backward_hooks
 from fxpipe.trace.record.opaque import Checkpointed
 
@@ -272,6 +272,11 @@ def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, T
                 )
             if new.shape != old.shape:
                 raise RunError(f"parallelize has made {list(new.shape)} of {name}, whose shape is {list(old.shape)}")
+            if new is not old and hooks_of(old):
+                raise RunError(
+                    f"{name} has a hook, and parallelize has put another tensor in its place, which has none; register "
+                    "it in parallelize, on the new one (FSDP2 calls none), or change .grad behind forward_backward(...)"
+                )
             if changed.get(id(old), new) is not new:
                 if users[id(old)] == stage.name:
                     raise RunError(

@@ -66,21 +66,6 @@ def test_each_operation_does_what_its_name_says(on_four: Callable[..., list[Any]
     assert on_four(done, *call, 1) == WANTED[call]
 
 
-def copied(dtype: torch.dtype) -> list[float]:
-    transport = opened()
-    mine = torch.full((2, 1), 1.5 + transport.rank // 2).to(dtype)
-    every = torch.empty(4, 1, dtype=dtype)
-    steps = [Collective("all_gather", "replica", every, mine), Collective("broadcast", "shard", every, root=1)]
-    transport.start(steps, "a test").wait()
-    transport.close()
-    return every.float().view(-1).tolist()
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_types_that_gloo_does_not_know_are_copied(on_four: Callable[..., list[Any]], dtype: torch.dtype) -> None:
-    assert on_four(copied, dtype) == [[1.5, 1.5, 2.5, 2.5]] * 4
-
-
 def test_a_reduction_to_one_rank_is_complete_there(on_four: Callable[..., list[Any]]) -> None:
     results = on_four(done, "reduce", "shard", 1)
     assert [results[1], results[3]] == [[10, 12, 14, 16], [50, 52, 54, 56]]

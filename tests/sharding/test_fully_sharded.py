@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -34,7 +34,8 @@ TWO_NODES = Topology([("data", 4)], ranks_per_node=2)
 
 
 class First(nn.Module):
-    """A raw parameter without dimension, one with fewer rows than ranks, an LSTM that keeps a list of its own."""
+    """A raw parameter without dimension, one with fewer rows than ranks, an LSTM that keeps a list of its own, a frozen
+    weight in 8 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +44,11 @@ class First(nn.Module):
         self.linear, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.spare = nn.Parameter(torch.randn(4, 3))
+        self.bits = nn.Parameter(torch.eye(WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(self.lstm(torch.tanh(self.linear(x)) * self.scale + self.row)[0])
+        h = torch.tanh(self.linear(x)) * self.scale + self.row
+        return self.frozen(self.lstm(h)[0] @ self.bits.to(x.dtype))
 
 
 class Last(nn.Module):
@@ -373,7 +376,7 @@ def convolved() -> StageGraph:
 
 
 @in_a_new_world
-def hooked() -> tuple[list[Any], Any]:
+def attributes() -> tuple[list[Any], Any]:
     calls: list[Any] = []
     graph = convolved()
     forward_backward, x = compiled(lambda: graph, ONE_NODE)
@@ -385,39 +388,52 @@ def hooked() -> tuple[list[Any], Any]:
 
 
 def test_hooks_and_attributes_of_parameters(pool: Pool) -> None:
-    assert pool.run(hooked, ranks=2) == [([True], "no decay")] * 2
+    """The hook runs in both micro-batches."""
+    assert pool.run(attributes, ranks=2) == [([True, True], "no decay")] * 2
 
 
-class Float8(nn.Module):
-    """A frozen weight in 8 bits under a trained layer, as adapters have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
-        self.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
-        nn.init.eye_(self.adapter.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapter(x @ self.weight.float()).square().mean()
+HOOKED = ["a.row", "a.scale", "b.linear.weight"]
 
 
-def float8() -> StageGraph:
-    return StageGraph.from_callables({"a": Float8()}, [], {"a": ["x"]})
+def hook_on(named: Mapping[str, nn.Parameter]) -> list[str]:
+    """Normalises the gradient of each backward, or what has been added up; the list of calls."""
+    calls: list[str] = []
+    for name in HOOKED[:2]:
+        named[name].register_hook(lambda gradient: (calls.append("each"), gradient / gradient.norm())[1])
+    named[HOOKED[2]].register_post_accumulate_grad_hook(lambda p: (calls.append("sum"), p.grad.div_(p.grad.norm()))[0])
+    return calls
+
+
+def hooked_in_plain_pytorch(replica: int) -> dict[str, Any]:
+    graph = two_stages()
+    hook_on(dict(graph.module.eval().named_parameters()))
+    for x in batch().chunk(2)[replica].chunk(2):
+        (plain(graph, x) / 4).backward()
+    return {name: parameter.grad for name, parameter in graph.module.named_parameters()}
 
 
 @in_a_new_world
-def with_float8() -> bool:
-    forward_backward, x = compiled(float8, ONE_NODE)
-    forward_backward(x)
-    check(forward_backward, plain_gradients(float8, 2, 2))
-    weight = forward_backward.state_dict(full=True)["a.weight"]
-    return torch.equal(weight.float(), float8().module.a.weight.float())
+def hooked(options: dict[str, Any], before: bool) -> dict[str, Any]:
+    graph = two_stages()
+    calls = hook_on(dict(graph.module.eval().named_parameters())) if before else []
+    step = fxpipe.compile(graph, ONE_NODE, microbatches=2, **options)
+    calls = calls if before else hook_on(dict(step.named_parameters()))
+    step(batch().chunk(2)[torch.distributed.get_rank()])
+    assert sorted(calls) == ["each"] * 4 + ["sum"] * 2
+    norms = {name: norm.item() for name, norm in step.grad_norms(HOOKED).items()}
+    dict(step.named_parameters())[HOOKED[2]].register_post_accumulate_grad_hook(lambda p: p.sub_(p.grad))
+    with pytest.raises(RunError, match="a hook has written"):
+        step(batch()[:12])
+    return norms
 
 
-def test_a_frozen_weight_in_8_bits_is_gathered(pool: Pool) -> None:
-    """gloo does not know the type."""
-    assert pool.run(with_float8, ranks=2) == [True] * 2
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3}, {"zero": 3, "precision": Precision()}], ids=str)
+def test_hooks_on_parameters_run_as_in_plain_pytorch(pool: Pool, options: dict[str, Any], before: bool) -> None:
+    first, second = (hooked_in_plain_pytorch(replica) for replica in range(2))
+    wanted = {name: (first[name] + second[name]).norm().item() for name in HOOKED}
+    for norms in pool.run(hooked, options, before, ranks=2):
+        assert norms == pytest.approx(wanted, rel=0.05 if "precision" in options else 1e-4)
 
 
 @in_a_new_world

@@ -870,6 +870,12 @@ def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
     parallelize_module(stage, mesh["tensor"], {"0": table})
 
 
+def hooked_graph() -> StageGraph:
+    graph = graph_of()
+    next(graph.module.parameters()).register_hook(lambda gradient: gradient)
+    return graph
+
+
 @pytest.mark.parametrize(
     ("axes", "parallelize", "build", "message"),
     [
@@ -883,6 +889,7 @@ def tied_otherwise(stage: nn.Module, mesh: Any) -> None:
         (DATA_TENSOR, all_sharded, tied_graph, "is used by the stages a and b of one rank"),
         (PIPE_DATA, all_sharded, graph_of, "offload=True needs plain parameters"),
         (PIPE_TENSOR, spread_leaves, graph_of, "returns a DTensor"),
+        (PIPE_DATA, all_sharded, hooked_graph, "has a hook, and parallelize has put another tensor in its place"),
     ],
 )
 def test_what_cannot_run_in_a_pipeline_is_said_on_some_rank(

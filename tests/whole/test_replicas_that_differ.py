@@ -309,3 +309,61 @@ def test_nor_where_rows_of_all_replicas_are_gathered() -> None:
 
     for text, is_same in run_strict(body, 2):
         assert ("cannot be cut into 2 micro-batches" in text, is_same) == (True, True)
+
+
+class LookedUp(nn.Module):
+    """Renormalises the rows that are looked up, or all rows."""
+
+    def __init__(self, max_norm: float | None, way: str = "module") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head, self.way = nn.Embedding(8, 4, max_norm=max_norm), nn.Linear(4, 8), way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.way == "module":
+            return self.head(self.table(ids))
+        if self.way == "function":
+            return self.head(nn.functional.embedding(ids, self.table.weight, max_norm=0.5))
+        with torch.no_grad():
+            self.table.weight.renorm_(2, 0, 0.5)
+        return self.head(nn.functional.embedding(ids, self.table.weight))
+
+
+IDS = torch.arange(16) % 8
+BY_ROWS: dict[str, Any] = {"microbatches": 2, "loss_fn": nn.functional.cross_entropy}
+
+
+@pytest.mark.parametrize("tracer", ["symbolic", "record"])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_parameter_that_each_replica_would_write_by_its_own_rows_is_refused(zero: int, tracer: Any) -> None:
+    given: dict[str, Any] = {"example_args": [IDS], "example_kwargs": {"target": IDS}, "tracer": tracer, "zero": zero}
+    for way in ("module", "function"):
+        with pytest.raises(fxpipe.PartitionError, match=r"writes table\.weight by the rows of its batch"):
+            fxpipe.preview(LookedUp(0.5, way), PAIR, **given, **BY_ROWS)
+    fxpipe.preview(LookedUp(None, "all rows"), PAIR, **given, **BY_ROWS)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_renormalising_behind_the_step_is_as_max_norm_in_plain_pytorch(zero: int) -> None:
+    def body(rank: int) -> Tensor:
+        model, ids = LookedUp(None), IDS.chunk(2)[rank]
+        model.table.weight.data.renorm_(2, 0, 0.5)
+        step = fxpipe.compile(model, PAIR, zero=zero, **BY_ROWS)
+        optimizer = step.optimizer(torch.optim.SGD, lr=1.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(ids, target=ids)
+            optimizer.step()
+            with torch.no_grad():
+                step.module.get_parameter("table.weight").renorm_(2, 0, 0.5)
+        return step.state_dict(full=True)["table.weight"]
+
+    plain = LookedUp(0.5)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(IDS), IDS).backward()
+        optimizer.step()
+    plain(IDS)
+    for table in run_strict(body, 2):
+        torch.testing.assert_close(table, plain.table.weight.detach())

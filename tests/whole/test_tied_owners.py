@@ -72,6 +72,28 @@ def test_tied_gradients_are_clipped_to_the_same_bits_beside_other_types() -> Non
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [True] * 8
 
 
+HOOKS = ["register_hook", "register_post_accumulate_grad_hook"]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_on_a_weight_that_two_stages_use_is_refused(register: str, ranks: int, before: bool) -> None:
+    """Plain PyTorch calls it with the sum of both uses."""
+
+    def body(rank: int) -> None:
+        model = MixedTie()
+        if before:
+            getattr(model.a.weight, register)(lambda given: None)
+        step = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=2)
+        getattr(step.module.get_parameter("a.weight"), register)(lambda given: None)
+        step(torch.ones(4, 64))
+
+    says = r"a\.weight would see parts of its gradient: each of the stages a, b uses it[\s\S]*in <lambda>"
+    with pytest.raises(fxpipe.FxpipeError, match=says):
+        run_strict(body, 2) if ranks == 2 else body(0)
+
+
 def test_sums_do_not_travel_in_float16() -> None:
     def body(rank: int) -> None:
         precision = fxpipe.Precision(reduce=torch.float16)

@@ -34,6 +34,7 @@ from fxpipe.numerics.fingerprint import positions_of
 from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, TensorPart, ValueRecorder
 from fxpipe.parameters.dtensors import local
 from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
+from fxpipe.plan.placement import check_hooks
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows
@@ -51,7 +52,7 @@ from fxpipe.seeds import seed_of
 from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
-from fxpipe.torch_compat import has_hooks, version_of
+from fxpipe.torch_compat import hooks_of, version_of
 from fxpipe.trace.checks.sizes import with_sizes
 
 MOST_BOUND = 32
@@ -398,11 +399,13 @@ class Steps:
         return list(self.state.module.named_parameters())
 
     def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
-        """Returns this rank's parameters with user hooks, as (name, parameter, version counter). RunError if the hooks
-        would get gradients that are divided by the count only later."""
+        """Returns this rank's parameters with user hooks, as (name, parameter, version counter). PartitionError or
+        RunError if the hooks would get parts of gradients, or gradients that are divided by the count only later."""
         hooked = [
-            (name, parameter, version_of(parameter)) for name, parameter in self._parameters if has_hooks(parameter)
+            (name, parameter, version_of(parameter)) for name, parameter in self._parameters if hooks_of(parameter)
         ]
+        if hooked:
+            check_hooks(plan.graph)
         if hooked and scales and (self._is_sum or plan.graph.counting is not None):
             raise RunError(
                 f"parameter {hooked[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
