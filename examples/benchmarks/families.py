@@ -332,7 +332,7 @@ def bart_like(name: str, kind: str = "ForConditionalGeneration", **options: Any)
 
 
 def spoken_by(name: str, **options: Any) -> Family:
-    return of(name, "ForCTC", spoken, **{**SPEECH, **options})
+    return of(name, "ForCTC", spoken, **{**SPEECH, "ctc_loss_reduction": "mean", **options})
 
 
 MORE: dict[str, Family] = {

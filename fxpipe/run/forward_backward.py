@@ -86,6 +86,15 @@ class ForwardBackward:
         return self._plan.schedule
 
     @property
+    def microbatch_losses(self) -> dict[int, Tensor]:
+        """Micro-batch of the last step → its own loss, without a weight; total / count for a ``Sum``.
+
+        Only of the micro-batches with weight whose loss this rank computes: empty on ranks without the last stage. The
+        first micro-batch of a group has the group's loss.
+        """
+        return self._steps.microbatch_losses
+
+    @property
     def required_inputs(self) -> tuple[str, ...]:
         """The names of the inputs that this rank's stages use; this rank may pass None for all other inputs."""
         return self._steps.agreement.required(self._plan.graph, self._transport.pipe_rank)
@@ -254,10 +263,23 @@ class ForwardBackward:
         Raises:
             RunError: the replicas' outputs have different numbers.
         """
+        return self._evaluate([(args, kwargs)], True, outputs)
+
+    def evaluate_microbatches(
+        self, microbatches: Sequence[Call], outputs: Literal["last", "all", "loss"] = "last"
+    ) -> Any:
+        """Runs ``evaluate`` on micro-batches that the caller has split: ``[(args, kwargs), ...]``; shapes may differ.
+
+        Returns a list with the output of each micro-batch, or of each group of them, as it is; with ``outputs="loss"``
+        the loss over all micro-batches and replicas. A collective call of all ranks.
+        """
+        return self._evaluate(microbatches, False, outputs)
+
+    def _evaluate(self, calls: Sequence[Call], split_evenly: bool, outputs: str) -> Any:
         if outputs not in ("last", "all", "loss"):
             raise RunError(f'outputs is {outputs!r}; it is "last", "all" or "loss"')
         with self._alone():
-            return self._steps.evaluate((args, kwargs), outputs)
+            return self._steps.evaluate(calls, split_evenly, outputs)
 
     def _train(self, calls: Sequence[Call], split_evenly: bool) -> Tensor:
         with self._alone():

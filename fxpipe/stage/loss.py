@@ -229,6 +229,8 @@ class StepLoss:
         self._parts: dict[int, LossPart] = {}
         self.kind: LossKind | None = None
         """The kind of the micro-batches with weight; if none has weight, of the last one; None before the first."""
+        self.own: dict[int, Tensor] = {}
+        """Micro-batch with weight → its own loss; total / count for a ``Sum``."""
 
     @property
     def is_empty(self) -> bool:
@@ -248,8 +250,10 @@ class StepLoss:
             return None  # 0 * NaN would be NaN
         kind.check(self.kind, "micro-batch")
         value = part.value.detach().to(step_dtype(kind.dtype))
-        value = value.clone() if kind.is_sum else value * share  # no alias of a tensor that the user's code holds
+        own = value.clone()  # no alias of a tensor that the user's code holds
+        value = own if kind.is_sum else own * share
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
+        self.own[microbatch] = own if count is None else own / torch.where(count == 0, 1.0, count).to(own.dtype)
         metrics = {
             column: _number(number, part.value, torch.float64) * (share if column[1] == "mean" else 1.0)
             for column, number in columns.items()

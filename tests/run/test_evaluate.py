@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -314,6 +316,45 @@ def test_every_rank_is_given_the_output_with_all_that_is_in_it(two_replicas: Eng
 def described_output() -> Any:
     forward_backward = fxpipe.compile(Described(), Topology([("pipe", 2)]), microbatches=1)
     return forward_backward.evaluate(torch.arange(16.0).view(4, 4), outputs="all")
+
+
+# --- micro-batches that the caller has split ---
+
+
+@pytest.mark.parametrize("engine", ["local", "strict 2"])
+@pytest.mark.parametrize("total", [False, True])
+def test_micro_batches_of_several_lengths_give_their_own_outputs_and_losses(engine: str, total: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11))
+    parts = [torch.randint(11, (2, length)) for length in (3, 5, 4)]
+    wanted = [model(part).detach() for part in parts]
+    losses = [output.square().mean() for output in wanted]
+    items = [output.numel() for output in wanted] if total else [1] * len(parts)
+    mean = sum(loss * count for loss, count in zip(losses, items, strict=True)) / sum(items)
+
+    def loss_fn(y: Tensor) -> Any:
+        return fxpipe.Sum(y.square().sum(), y.numel()) if total else y.square().mean()
+
+    def body() -> None:
+        step = fxpipe.compile(copy.deepcopy(model), TWO, microbatches=2, boundaries=["1"], loss_fn=loss_fn)
+        calls: list[Any] = [((part,), {}) for part in parts]
+        torch.testing.assert_close(step.evaluate_microbatches(calls, outputs="all"), wanted)
+        torch.testing.assert_close(step.evaluate_microbatches(calls, outputs="loss"), mean)
+        last = step.evaluate_microbatches(calls) is not None
+        torch.testing.assert_close(step.step_microbatches(calls), mean)
+        torch.testing.assert_close(step.microbatch_losses, dict(enumerate(losses)) if last else {})
+
+    engine_of(engine, lambda: None)(2, body)  # type: ignore[arg-type, return-value]
+
+
+def test_saved_tensors_may_wait_on_the_cpu() -> None:
+    step = fxpipe.compile(Tagger("rows"), Topology([("pipe", 2)]), microbatches=MICROBATCHES)
+    found = []
+    for around in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        step.zero_grad()
+        with around:
+            found.append((step(*batch(4)), [parameter.grad for parameter in step.parameters()]))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 # --- what evaluation alone does ---

@@ -1,7 +1,8 @@
-"""A warning at compile where the loss of micro-batches apart is not that of the batch."""
+"""Where the loss of micro-batches apart is not that of the batch: a warning at compile, and for a sum a refusal."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from tests.thinned import in_turn
+from tests.two_ranks import TWO
 
 ROWS = 16
 GENERATOR = torch.Generator().manual_seed(0)
@@ -52,7 +54,9 @@ class Classes(nn.Module):
             return fxpipe.Sum((F.cross_entropy(logits, y, reduction="none") * kept).sum(), kept.sum())
         if self.form == "sum":
             return fxpipe.Sum(F.cross_entropy(logits, y, reduction="sum"), (y != -100).sum())
-        return F.cross_entropy(logits, y)
+        if self.form == "logits":
+            return logits
+        return F.cross_entropy(logits, y, reduction="sum" if self.form == "total" else "mean")
 
 
 TOLD = "together", "in two dimensions"
@@ -97,7 +101,7 @@ def test_with_gather_nothing_is_said(microbatches: int) -> None:
         (Classes("sum"), PADDED, {}),
         (Classes("drawn"), PADDED, {"tracer": "record"}),
         (Classes(), PADDED, {"loss_weight": lambda x, y: (y != -100).sum()}),
-        (Classes(), Y, {"microbatches": 1}),
+        (Classes("total"), Y, {"microbatches": 1}),
         (Towers(), T, {"microbatches": 1}),
     ],
 )
@@ -115,6 +119,83 @@ def test_batch_statistics_are_a_line_of_the_stages() -> None:
     told, stages = warned(Classes(norm=True), X, Y)
     assert told == []
     assert "batch statistics are those of a micro-batch" in stages
+
+
+# --- a loss that is a sum over rows, of which a step would train 1/m ---
+
+
+class Coder(nn.Module):
+    """A variational autoencoder, and its loss in the form of torch's published example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.logvar, self.up = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, logvar = self.mean(x), self.logvar(x)
+        drawn = mean + torch.randn_like(mean) * (0.5 * logvar).exp()
+        return self.up(fxpipe.stage_boundary(drawn)).sigmoid(), mean, logvar
+
+
+def of_coder(out: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
+    made, mean, logvar = out
+    likelihood = F.binary_cross_entropy(made, target.sigmoid(), reduction="sum")
+    return likelihood - 0.5 * torch.sum(1 + logvar - mean.square() - logvar.exp())
+
+
+TOTAL = nn.CrossEntropyLoss(reduction="sum")
+SUMS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any] | None, Tensor]] = {
+    "of the model": (lambda: Classes("total"), None, Y),
+    "a module's": (lambda: Classes("logits"), lambda y, target: TOTAL(y, target), Y),
+    "with a norm": (lambda: Classes("total", norm=True), None, Y),
+    "and a regulariser": (lambda: Classes("logits"), lambda y, target: 1 + TOTAL(y, target), Y),
+    "of a published example": (Coder, of_coder, X),
+}
+
+
+@pytest.mark.parametrize(("kind", "tracer"), in_turn(list(SUMS), ["symbolic", "export", "record"]))
+def test_a_sum_is_refused_with_what_trains_it(kind: str, tracer: str) -> None:
+    make, loss_fn, target = SUMS[kind]
+    inputs = (X, target) if isinstance(make(), Classes) else (X,)
+    options: dict[str, Any] = {"example_kwargs": {"target": target}, "loss_fn": loss_fn} if loss_fn else {}
+    with pytest.raises(
+        fxpipe.RunError, match=r"the loss is a sum over rows.* fxpipe\.Sum\(total, rows\).* rate of SGD"
+    ):
+        warned(make(), *inputs, tracer=tracer, **options)
+
+
+def test_what_the_refusal_names_trains_the_sum_divided_by_the_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    (TOTAL(plain(X), Y) / ROWS).backward()
+    options: dict[str, Any] = {
+        "loss_fn": lambda y, target: fxpipe.Sum(TOTAL(y, target), y.shape[0]),
+        "boundaries": ["1"],
+    }
+    compiled = fxpipe.compile(model, TWO, microbatches=3, example_args=(X,), example_kwargs={"target": Y}, **options)
+    compiled(X, target=Y)
+    for name, parameter in compiled.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1.0])
+def test_a_contrastive_loss_of_two_rows_is_no_sum(scale: float) -> None:
+    """With equal rows it is ln 2 for two rows and ln 4 for four: 2 ln 2, as a sum would be."""
+    model = Towers()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    warned(model, X, T, microbatches=8)
+
+
+def test_a_loss_that_is_divided_by_a_number_of_the_batch_is_not_judged() -> None:
+    class Divided(Classes):
+        def forward(self, x: Tensor, y: Tensor, count: Tensor) -> Tensor:  # type: ignore[override]
+            total: Tensor = super().forward(x, y)
+            return total / count
+
+    assert warned(Divided("total"), X, Y, torch.tensor(4))[0] == []
 
 
 # --- a model that cannot run, as it is on the meta device: shapes tell ---

@@ -133,6 +133,7 @@ class Steps:
         self.sync, self.is_averaged = True, False
         """Whether calls sum gradients; and whether the parameters are averages, in ``Average.applied``."""
         self._unsummed = False  # whether the last call left gradients that are not yet summed over replicas
+        self.microbatch_losses: dict[int, Tensor] = {}
         self.seed, self.number = state.seed, 0
         """The base seed of random numbers; and the number of steps so far, which is the next step's number."""
         self._plans: dict[int, _PlanRecord] = {}  # id(plan) → its state
@@ -206,6 +207,7 @@ class Steps:
             broken = self.watch.end(self.number, outcome.loss, plan)
             passed("rest")
             self._trained.add(agreed.kind)
+            self.microbatch_losses = dict(sorted(result.loss.own.items()))
             self.recorder.keep(self.number, plan.schedule, result.stopwatches)
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
@@ -260,17 +262,17 @@ class Steps:
         """Whether this rank has gradients, not cleared since, that a later call must sum over replicas."""
         return self._unsummed and any(parameter.grad is not None for parameter in self.module.parameters())
 
-    def evaluate(self, call: Call, outputs: str) -> Any:
+    def evaluate(self, calls: Sequence[Call], split_evenly: bool, outputs: str) -> Any:
         """Runs forward in eval mode; returns the output on the ranks of the last stage ("last") or on "all" ranks, or
-        only the "loss" on all ranks. A collective call of all ranks."""
+        only the "loss" on all ranks; a list if the caller has split the batch. A collective call of all ranks."""
         name = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(name + self.which):
-            agreed, batches, shares = self._agree([call], True, training=False, wants_loss=outputs == "loss")
+            agreed, batches, shares = self._agree(calls, split_evenly, training=False, wants_loss=outputs == "loss")
             with self.failing.together(FxpipeError):
                 self._check_rows(agreed.plan, 0, training=False)
             with self.failing.together():
                 with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                    step = self._input(agreed, batches, shares, True, training=False)
+                    step = self._input(agreed, batches, shares, split_evenly, training=False)
                     result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
                 self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
                 return self._output(agreed, result.results, shares, outputs)
@@ -475,8 +477,11 @@ class Steps:
                 sizes = of_groups(tuple(map(sum, zip(*agreed.replica_rows, strict=True))), plan.group)
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
-            joined = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists).join(ordered, shares)
-            output = without_entries(over_replicas(transport, joined, plan.has_all_rows))
+            if agreed.call.batch.is_whole or outputs == "loss":
+                rows = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists)
+                output = without_entries(over_replicas(transport, rows.join(ordered, shares), plan.has_all_rows))
+            else:
+                output = ordered
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
         if outputs == "last" or transport.pipe_rank is None:

@@ -21,7 +21,7 @@ from fxpipe.stage.modes import within
 from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
 from fxpipe.trace import Request
-from fxpipe.trace.checks.row_check import rows_interact, warn_of_rows
+from fxpipe.trace.checks.row_check import check_is_mean, rows_interact, warn_of_rows
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND
@@ -124,7 +124,8 @@ def check(
 
     Warns if the rows of two micro-batches change each other's loss and no stage gathers the rows.
 
-    Returns the outcome in words, for ``.stages``. TraceError with the first value that differs.
+    Returns the outcome in words, for ``.stages``. TraceError with the first value that differs; RunError if the loss is
+    a sum.
     """
     reason = _unfit(request, sample.batches[places[0]])
     if reason:
@@ -153,8 +154,11 @@ def check(
     if graph.counting is not None and graph.counting.function is None:
         trial.check_proportional(got)
     norms = any(isinstance(part, BATCH_STATISTICS) and part.training for part in request.module.modules())
-    if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers or norms):
-        warn_of_rows(rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight))
+    if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
+        told = "" if norms else rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight)
+        warn_of_rows(told)
+        if not told:
+            check_is_mean(trial.loss, trial.batches, sample.batch_dim, len(sample.batches))
     seen = "; batch statistics are those of a micro-batch" * norms
     return f"checked against the model on 2 micro-batches{seen}"
 

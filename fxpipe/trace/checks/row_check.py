@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fxpipe.batch.batch import joined
+from fxpipe.errors import RunError
 from fxpipe.graph.program import Program, Shapes, where
+from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, counted
 from fxpipe.progress import is_teller, warn
 from fxpipe.stage.loss import MicrobatchLoss
 from fxpipe.trace.state.replay import Batch, is_close, unit
+from fxpipe.validation import is_number
 
 
 def warn_of_rows(told: str) -> None:
@@ -63,6 +67,46 @@ def rows_interact(
         f"as a step has it. Where a loss compares rows, as a contrastive one, {_GATHER}. Where it is divided by a "
         "count of its own (labels that are not ignored), return fxpipe.Sum(total, count), or give loss_weight="
     )
+
+
+def check_is_mean(
+    loss: Callable[[Batch], MicrobatchLoss], batches: Sequence[Batch], batch_dim: BatchDim, microbatches: int
+) -> None:
+    """RunError if the losses of these micro-batches grow with the number of rows, as a sum does.
+
+    ``loss``: as in ``rows_interact``. A batch with a number, by which the model may divide, is not checked.
+    """
+    numbers = (value for batch in batches for name, value in batch.items() if name != ITEMS)
+    if counted(batch_dim) or any(is_number(value) or getattr(value, "shape", None) == () for value in numbers):
+        return
+
+    def loss_of(batch: Batch, copies: int) -> float:
+        rows = joined([batch] * copies, batch_dim)
+        part = loss(rows if batch.get(ITEMS) is None else rows | {ITEMS: batch[ITEMS] * copies})
+        return math.nan if part.count is not None else part.value.item()
+
+    try:
+        if not all(_is_sum(partial(loss_of, batch)) for batch in batches):
+            return
+    except Exception:  # inputs that cannot be joined, or a model for a fixed number of rows
+        return
+    raise RunError(
+        f"the loss is a sum over rows: {loss_of(batches[0], 1):.4g} for a micro-batch of the example, and "
+        f"{loss_of(batches[0], 2):.4g} for its rows twice. A step has the mean over its {microbatches} micro-batches, "
+        f"1/{microbatches} of the sum over the batch. Return the mean over rows; or fxpipe.Sum(total, rows), with the "
+        "number of rows as output.shape[0] gives it, which trains the sum over the batch divided by its rows. Multiply "
+        "the learning rate of SGD by the rows of a batch then, and divide the norm by them to which gradients are "
+        "clipped; AdamW's rate stays, as its steps do not depend on the scale of gradients"
+    )
+
+
+def _is_sum(loss_of: Callable[[int], float]) -> bool:
+    """Whether the loss of so many copies of the rows grows as copies · S + constant.
+
+    Two copies add S, and two more 2 S. A mean grows by noise alone, and a contrastive loss by ln 2 and ln 2.
+    """
+    one, two = loss_of(1), loss_of(2)
+    return abs(two - one) > abs(one) / 4 and 1.5 < (loss_of(4) - two) / (two - one) < 2.5
 
 
 _GATHER = 'they are gathered: fxpipe.stage_boundary(..., gather="batch")'
