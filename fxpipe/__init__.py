@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fxpipe.distributed.processes import init, launch
     from fxpipe.distributed.traffic import Traffic
     from fxpipe.forecast.preview import Preview
+    from fxpipe.graph.cuts import Cuts
     from fxpipe.graph.stage_graph import StageGraph
     from fxpipe.hardware import Hardware
     from fxpipe.numerics.comparison import bisect
@@ -55,6 +56,7 @@ __all__ = [
     "Average",
     "CheckpointError",
     "Costs",
+    "Cuts",
     "ForwardBackward",
     "FxpipeError",
     "Hardware",
@@ -96,6 +98,7 @@ __all__ = [
 _LATER = {
     "TRACERS": "trace",
     "Average": "run.average",
+    "Cuts": "graph.cuts",
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
     "Precision": "precision",

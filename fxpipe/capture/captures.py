@@ -122,14 +122,19 @@ class Captures:
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
         """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible."""
         module, own_stages = (model.module, model) if isinstance(model, StageGraph) else (model, None)
-        cuts, whole, finds_cuts = resolve(module, options.boundaries)
-        balancing = Balancing(options, topology, device, finds_cuts)
+        cuts, whole, finds_cuts, found = resolve(module, options.boundaries)
+        balancing = Balancing(options, topology, device, finds_cuts, found)
         captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
-        given: dict[str, Any] = {"placement": options.placement, "passes": options.passes}
-        given["schedule"] = options.schedule if isinstance(options.schedule, Schedule) else None
+        given: dict[str, Any] = {"passes": options.passes}
+        if found is None:
+            given |= {"placement": options.placement}
+            given["schedule"] = options.schedule if isinstance(options.schedule, Schedule) else None
         for name, value in given.items() if finds_cuts else ():
             if value is not None:
-                raise RunError(f'boundaries="auto" finds its own stages, and places them; leave {name}= out')
+                raise RunError(
+                    f'boundaries="auto" finds its own stages, and places them; leave {name}= out'
+                    + ", or give the cuts that it found: boundaries=forward_backward.cuts" * (name != "passes")
+                )
         if whole and options.parallelize is not None:
             raise RunError(
                 f"{whole[0].name} is opaque, and runs the model's own modules, of which parallelize= changes copies; "

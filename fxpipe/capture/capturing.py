@@ -399,21 +399,23 @@ class Tracing:
         if balancing.finds_cuts:
             program = chain(default_passes.before_balance(), program)
             names = default_passes.name_stages, default_passes.gather
-            if first is None:
+            if first is not None:
+                program = default_passes.partition(program)
+            elif balancing.found is not None:
+                program = balancing.found.applied(program)
+            else:
                 if any(map(gather_of, filter(is_boundary, program.nodes))):
                     program = chain((default_passes.partition, *names), program)
                 searched = balancing.searched(program, self.pattern, self.shape)
                 program = searched.program
-            else:
-                program = default_passes.partition(program)
             program = chain(names, program)
         else:
             passes = self.options.passes
             if passes is not None and self.shape is not None:  # the user's own may read the shapes
                 program = program.replace(shapes=self._shapes(program, self.shape))
             program = chain(default_passes.default() if passes is None else passes, program)
-            if first is None and self.shape is not None and balancing.finds_placement_of(len(program.stage_names)):
-                searched = balancing.placed(program, self.pattern, self.shape)
+        if first is None and self.shape is not None and balancing.finds_placement_of(len(program.stage_names)):
+            searched = balancing.placed(program, self.pattern, self.shape)
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         captured = Captured(
             default_passes.split(program),

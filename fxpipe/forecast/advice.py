@@ -69,7 +69,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     moves = zip(graph.names, after, graph.placement, strict=True)
     moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]
     is_auto = planning.captures.balancing.finds_cuts
-    note = 'in place of boundaries="auto", name these cuts and write ' if is_auto else ""
+    note = "write boundaries=forward_backward.cuts, " if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
     return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)
 

@@ -119,6 +119,7 @@ class _Forecast:
             between_nodes=self._between_nodes() if self.staged else None,
             saving=saving(self.planning, self.staged),
             what=self._what(),
+            cuts=self.planning.cuts,
         )
 
     def stages(self, costs: Costs | None = None) -> StageGraph:

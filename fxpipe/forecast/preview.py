@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fxpipe.errors import printable
+from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
@@ -80,6 +81,8 @@ class Preview(Tabular):
     """The savings of recomputation, in words, if ``recompute=`` asks for it."""
     what: str = ""
     """The assumptions behind the figures, in words."""
+    cuts: Cuts | None = None
+    """The stages that ``boundaries="auto"`` found, for ``compile(boundaries=...)``; None where cuts are named."""
 
     @property
     def graph(self) -> StageGraph:

@@ -86,9 +86,9 @@ class _RankPart(nn.Module):
     apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The mode of the model's own module, which a stage runs in."""
-        return vars(self)[_ORIGINAL].training  # type: ignore[no-any-return]
+        return bool(vars(self)[_ORIGINAL].training)
 
     @training.setter
     def training(self, mode: bool) -> None:

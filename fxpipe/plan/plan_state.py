@@ -21,6 +21,7 @@ from fxpipe.capture.same_stages import called_alike, each_once, for_groups, join
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
+from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
@@ -94,6 +95,13 @@ class PlanState(Planned):
         training = bytes([module.training for module in modules])
         trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
         return Flags(training, trainable, self.captures.reads.number)
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """The stages that a search found; None if the user named or marked them."""
+        first = self.captures.first
+        found = first is not None and self.captures.balancing.finds_cuts
+        return Cuts.of(first, self.first.graph.placement) if first is not None and found else None
 
     @property
     def microbatches(self) -> int:
@@ -291,15 +299,18 @@ class PlanState(Planned):
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: from the first plan, the user's table, ``placement`` or the search, in this order."""
         searched, table = self.captures.searched, self.options.schedule
-        ranks: Placement
+        ranks: Placement | None
         if self.plans and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         elif isinstance(table, Schedule):
             ranks = table.placement
-        elif self.options.placement is not None or searched is None:
+        elif self.options.placement is not None:
             return self.options.placement
         else:
-            ranks = searched.placement
+            balancing = self.captures.balancing
+            ranks = balancing.placement_of(len(graph)) if searched is None else searched.placement
+        if ranks is None:
+            return None
         if len(ranks) != len(graph):
             raise ScheduleError(f"the schedule is for {len(ranks)} stages, the model has {len(graph)}")
         return dict(zip(graph.names, ranks, strict=True))

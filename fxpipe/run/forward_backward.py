@@ -20,11 +20,13 @@ from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.forecast.advice import Advice, advise
 from fxpipe.forecast.figures import with_figures
+from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into
 from fxpipe.plan.agreement import Call
+from fxpipe.plan.placement import Place, place_stages
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import EVERYONE, plan_together
@@ -93,6 +95,12 @@ class ForwardBackward:
         first micro-batch of a group has the group's loss.
         """
         return self._steps.microbatch_losses
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """The stages that ``boundaries="auto"`` found: print them, save them, or pass them as ``boundaries=``. None
+        where the cuts are named or marked."""
+        return self._planning.cuts
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
@@ -414,6 +422,7 @@ class ForwardBackward:
         in_flight: int | Sequence[int] | None = None,
         memory: float | Sequence[float] | None = None,
         activation_bytes: Cost | None = None,
+        placement: Mapping[str, Place | Literal["all"]] | None = None,
     ) -> Schedule:
         """Rebuilds the schedule of later steps from the costs measured in the last recorded step.
 
@@ -427,12 +436,15 @@ class ForwardBackward:
             memory: the most bytes per rank, as in ``build``.
             activation_bytes: the bytes that a stage holds per micro-batch in flight, a number or a number per stage;
                 None: the value of ``compile``'s family, which was given or derived from shapes.
+            placement: the ranks of the stages, as in ``compile``, which must be the present ones.
 
         Raises:
-            RunError: no step was recorded.
+            RunError: no step was recorded, or ``placement`` would move a stage's parameters.
+            PartitionError: ``placement`` does not fit the stages.
             ScheduleError: there is no such schedule. All ranks raise either error, and nothing has changed then.
         """
         with self._collective("reschedule", extends=True):
+            self._check_stays(placement)
             costs = self._steps.recorder.costs(activation_bytes)
             planning, first = plan_together(
                 self._transport,
@@ -443,6 +455,17 @@ class ForwardBackward:
         self._plan = self._shown(replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of)), costs)
         self._steps.replan(planning)
         return self.schedule
+
+    def _check_stays(self, placement: Mapping[str, Place | Literal["all"]] | None) -> None:
+        """RunError if the placement differs from the present one: parameters and optimizer state do not move."""
+        graph, planning = self.stages, self._planning
+        if placement is None or place_stages(graph, planning.ranks, placement) == graph.placement:
+            return
+        cuts = "the same boundaries=" if planning.cuts is None else "boundaries=forward_backward.cuts"
+        raise RunError(
+            "reschedule() leaves each stage on its rank, and placement= would move parameters and optimizer state: "
+            f"save the run, compile the model with {cuts}, placement={dict(placement)}, and load"
+        )
 
     @property
     def _planning(self) -> PlanState:

@@ -17,8 +17,8 @@ from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleNa
 from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_f_one_b
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import solved
-from fxpipe.schedules.families.v_min import v_min
-from fxpipe.schedules.families.zero_bubble import NotFolded, zb_h1, zb_v
+from fxpipe.schedules.families.v_min import FOLDING, v_min
+from fxpipe.schedules.families.zero_bubble import NotFolded, folded, zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
@@ -170,6 +170,15 @@ def make_table(
             f'{schedule.name} {excess}; "greedy" keeps within limits, or use smaller micro-batches, or smaller groups'
         )
     return schedule
+
+
+def placement_for(family: object, stages: int, ranks: int) -> tuple[int, ...] | None:
+    """Returns the rank of each stage, in topological order, that a family's form needs; None for any other family, or
+    number of stages. ``interleaved_1f1b`` goes round the ranks, ``zb_v`` and ``v_min`` fold a chain over them."""
+    family = family.family if isinstance(family, Limited) else SCHEDULES.get(family)  # type: ignore[call-overload]
+    if family is interleaved_1f1b and stages > ranks:
+        return tuple(stage % ranks for stage in range(stages))
+    return folded(ranks) if family in FOLDING and stages == 2 * ranks else None
 
 
 def with_costs(

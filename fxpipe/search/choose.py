@@ -22,6 +22,7 @@ from fxpipe.batch.pattern import Pattern
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
+from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.hardware import Hardware
@@ -29,14 +30,14 @@ from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
 from fxpipe.progress import log, progress
-from fxpipe.schedules import Family, ScheduleName, with_costs
+from fxpipe.schedules import Family, ScheduleName, placement_for, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import StageWork, in_ms
 from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.search.memory import Account
-from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, search
+from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, placed_at, search
 from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, segments_of
 from fxpipe.search.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
@@ -136,13 +137,15 @@ def balance(
     recompute: Recompute = False,
     several: bool = False,
     recut: bool = False,
+    placement: Placement | None = None,
 ) -> Balanced:
     """The program with stages and their ranks, chosen for the least simulated makespan.
 
     ``program``: after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its stages stay, but
     with ``recut`` only those that gather. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or
     names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage
-    may be on all ranks. PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
+    may be on all ranks. ``placement``: the ranks of the program's stages, for which nothing is searched. PartitionError
+    if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
     is_cut = bool(program.stage_of) and not recut
     work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
@@ -155,7 +158,11 @@ def balance(
         again = Rerun.of(recompute, program.stage_names if is_cut else [""] * len(merged))
         try:
             effort = FINER if result is not None else 1.0
-            choice = search(merged, ranks, microbatches, family, memory_per_rank, again, several, effort)
+            limits = microbatches, family, memory_per_rank, again
+            if placement is not None:
+                choice = placed_at(merged, placement, *limits)
+            else:
+                choice = search(merged, ranks, *limits, several, effort)
         except (PartitionError, ScheduleError) as error:
             refused = error
             continue
@@ -260,6 +267,8 @@ class Balancing:
     device: torch.device
     finds_cuts: bool = False
     """Whether a search cuts and places the stages; otherwise the user's marks cut them."""
+    found: Cuts | None = None
+    """The result of an earlier search, which is given in place of a search."""
     costed: tuple[Any, NodeCosts] | None = None
     """The arguments and the result of the last call of ``costs``."""
 
@@ -269,7 +278,15 @@ class Balancing:
         limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO
         # With recompute="auto", the choice of tables already keeps the memory limit.
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
+        if self.finds_cuts:
+            return left and self.found is not None
         return left and (stages > ranks > 1 or (limited and stages >= ranks))
+
+    def placement_of(self, stages: int) -> Placement | None:
+        """The ranks of the stages, if neither the user nor a search is to choose them: of cuts, or of the family."""
+        if self.found is not None:
+            return self.found.placement
+        return placement_for(self.options.schedule, stages, self.topology.size("pipe"))
 
     @property
     def hardware(self) -> Hardware:
@@ -291,7 +308,8 @@ class Balancing:
         except CostUnknown as error:
             if self.options.memory_per_rank is not None:
                 raise
-            log(f"stages are placed by the number of their parameters: {error}")
+            if self.placement_of(len(program.stage_names)) is None:
+                log(f"stages are placed by the number of their parameters: {error}")
             return None
 
     def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> Staged | None:
@@ -357,7 +375,9 @@ class Balancing:
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
             options = self.options.memory_per_rank, self.options.recompute
-            balanced = balance(*arguments, *options, several=True, recut=self.finds_cuts)
+            placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
+            recut = self.finds_cuts and self.found is None
+            balanced = balance(*arguments, *options, several=True, recut=recut, placement=None if recut else placement)
         if balanced.others:
             log(str(balanced))
         return balanced

@@ -17,7 +17,7 @@ from functools import partial, reduce
 from operator import or_
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
-from fxpipe.graph.ranks import rank_count, ranks_of
+from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
 from fxpipe.schedules import Limited
@@ -293,6 +293,23 @@ def search(
                 outcome = exact.outcome(layout)
                 result = result if outcome is None else SearchResult(outcome, ()).unless(result, GAIN)
     return result
+
+
+def placed_at(
+    work: BlockGraph,
+    placement: Placement,
+    microbatches: int,
+    family: Limited,
+    memory: float | None,
+    again: Rerun | None = None,
+) -> SearchResult:
+    """The outcome of given stages on given ranks; the errors of ``search``."""
+    layout = StageLayout(tuple(range(len(work))), placement, "the ranks given")
+    for rerun in [None, again] if again is not None and again.at_need else [again]:
+        judge = Judge(work, family, microbatches, memory, rerun)
+        if judge.estimate(layout) is not None and (outcome := judge.outcome(layout)) is not None:
+            return SearchResult(outcome, ())
+    raise _no_fit(judge)
 
 
 def _merit(outcome: LayoutOutcome) -> tuple[float, float, int]:

@@ -8,6 +8,7 @@ import pytest
 
 from fxpipe.schedules import ScheduleName, build
 from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule, Timeline
 from tests.graphs import WORKED, Pairs, branches, chain
 from tests.thinned import ALL, every
@@ -106,6 +107,26 @@ def test_interleaved_1f1b_idles_a_vth_of_what_1f1b_does_and_warms_up_as_megatron
             whole = usual.simulate(v * forward, v * backward)
             assert idle(whole) == {v * (p - 1) * (forward + backward)}
             assert timeline.peak_bytes == tuple(peaks)
+
+
+@pytest.mark.parametrize(("p", "v", "most"), [(4, 2, 19), (8, 4, 18), (3, 3, 11)])
+def test_interleaved_families_reach_the_bound_for_every_number_of_micro_batches(p: int, v: int, most: int) -> None:
+    """mv(F + B) + (p − 1)(F + B), also where p does not divide m; torch's interleaved 1F1B at (8, 4, 9): 129."""
+    placement = [stage % p for stage in range(p * v)]
+    for m in range(p, most):
+        whole, halves = (build(name, chain(p * v), m, placement).simulate() for name in ("interleaved_1f1b", "zb_h1"))
+        assert (whole.makespan, halves.makespan) == (3 * (m * v + p - 1), 3 * m * v + p - 1)
+        # Equal groups have ⌈m / ⌊m / p⌋⌉ micro-batches at most, groups of Megatron's order p.
+        group = p if m % p == 0 else -(-m // (m // p))
+        peaks = most_in_flight(whole.schedule)
+        assert all(peak <= min(m * v, 2 * (p - r - 1) + (v - 1) * group + 1) for r, peak in enumerate(peaks))
+
+
+def test_interleaved_1f1b_takes_the_longer_table_where_the_shorter_holds_too_much() -> None:
+    """Equal groups of 5 hold 12 chunks on the first of 4 ranks, groups of 4, 4 and 2 hold 11."""
+    costs, placement = Costs.of(8, activation_bytes=1), [stage % 4 for stage in range(8)]
+    tables = [build("interleaved_1f1b", chain(8), 10, placement, costs=costs, memory=room) for room in (12, 11)]
+    assert [table.simulate().makespan for table in tables] == [69, 79]
 
 
 def test_interleaved_1f1b_with_a_stage_a_rank_is_1f1b() -> None:

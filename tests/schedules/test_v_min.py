@@ -95,11 +95,12 @@ def test_compile_names_the_placement_that_it_takes(family: ScheduleName) -> None
             placement=placement,
         )
 
-    with pytest.raises(ScheduleError, match="write placement=") as refused:  # without an example shapes are not known
-        compiled(None)
+    with pytest.raises(ScheduleError, match="write placement=") as refused:
+        compiled({"0": 0, "1": 0, "2": 1, "3": 1})
     scope: dict[str, Any] = {}
     exec(str(refused.value).partition("write ")[2], scope)
-    assert compiled(scope["placement"]).schedule.placement == (0, 1, 1, 0)
+    assert scope["placement"] == {"0": 0, "1": 1, "2": 1, "3": 0}
+    assert [compiled(each).schedule.placement for each in (scope["placement"], None)] == [(0, 1, 1, 0)] * 2
 
 
 @pytest.mark.parametrize("family", ["v_min", "zb_v"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import RunError, stage_boundary
+from fxpipe import PartitionError, RunError, stage_boundary
 from fxpipe.graph.ranks import ranks_of
 from tests.harness import assert_same, engine_of, gradients_of
 from tests.thinned import ALL, every
@@ -131,3 +132,82 @@ def test_marked_stages_are_placed_by_what_simulates_best_where_shapes_are_known(
 def test_what_does_not_go_with_it_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(RunError, match=told):
         compiled("symbolic", 2, **options)
+
+
+# --- cuts that were found, as a value ---
+
+
+@pytest.mark.parametrize("tracer", every(2, TRACERS))
+def test_cuts_that_were_found_give_the_same_stages_and_table_without_a_search(
+    tracer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = compiled(tracer, 2)
+    assert found.cuts is not None
+    found.cuts.to_json(tmp_path / "cuts.json")
+    cuts = fxpipe.Cuts.read(tmp_path / "cuts.json")
+    assert cuts == found.cuts
+    assert all(name in str(cuts) for name in found.stages.names)
+    monkeypatch.delattr("fxpipe.search.choose.search")  # which would find them again
+    again = compiled(tracer, 2, boundaries=cuts)
+    assert (again.schedule, again.stages.names, again.cuts) == (found.schedule, found.stages.names, cuts)
+    previewed = fxpipe.preview(
+        model(), again.topology, boundaries={"*": cuts}, microbatches=4, tracer=tracer, example_kwargs=batch()
+    )
+    assert previewed.cuts == cuts
+    moved = dict(zip(found.stages.names, [1 - ranks_of(place)[0] for place in cuts.placement], strict=True))
+    other = compiled(tracer, 2, boundaries=cuts, placement=moved)
+    assert other.stages.placement == tuple(moved.values())
+    losses = [each(**batch()) for each in (found, again, other)]
+    gradients = [gradients_of(each.named_parameters()) for each in (found, again, other)]
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        assert_same(loss, losses[0], "loss")
+        for name, value in gradient.items():
+            assert_same(value, gradients[0][name], name)
+
+
+def test_cuts_of_another_program_are_refused(tmp_path: Path) -> None:
+    cuts = compiled("symbolic", 2).cuts
+    with pytest.raises(PartitionError, match="another program: symbolic captured the model for them, export now"):
+        compiled("export", 2, boundaries=cuts)
+    (tmp_path / "cuts.json").write_text('{"stages": []}')
+    with pytest.raises(PartitionError, match="holds no cuts of fxpipe"):
+        fxpipe.Cuts.read(tmp_path / "cuts.json")
+    assert fxpipe.compile(Chain(), fxpipe.Topology([("pipe", 1)])).cuts is None
+
+
+def test_reschedule_leaves_stages_on_their_ranks() -> None:
+    """Their parameters and optimizer state do not move."""
+    forward_backward = compiled("symbolic", 2)
+    forward_backward.record_timeline()
+    forward_backward(**batch())
+    stages = forward_backward.stages
+    there = dict(zip(stages.names, stages.placement, strict=True))
+    assert forward_backward.reschedule(placement=there).placement == stages.placement
+    elsewhere = dict.fromkeys(stages.names, "all")
+    with pytest.raises(RunError, match=r"compile the model with boundaries=forward_backward.cuts, placement=\{"):
+        forward_backward.reschedule(placement=elsewhere)
+
+
+# --- families that need a placement ---
+
+
+@pytest.mark.parametrize("shaped", [False, True], ids=["no example", "example"])
+@pytest.mark.parametrize(
+    ("family", "placement"), [("interleaved_1f1b", (0, 1, 0, 1)), ("zb_v", (0, 1, 1, 0)), ("v_min", (0, 1, 1, 0))]
+)
+def test_a_family_that_needs_a_placement_gets_it(family: Any, placement: tuple[int, ...], shaped: bool) -> None:
+    chain, topology = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), fxpipe.Topology([("pipe", 2)])
+    options: dict[str, Any] = {"loss_fn": lambda y: y.square().mean(), "boundaries": ["1", "2", "3"], "microbatches": 8}
+    example = (torch.randn(16, 8),) if shaped else None
+    plan = fxpipe.preview(chain, topology, schedule=family, example_args=example, **options)
+    assert (plan.schedule.placement, plan.schedule.name) == (placement, family)
+    assert plan.schedule.simulate(1, 2).bubble < 1 / 9  # 1F1B on (0, 0, 1, 1): (p − 1) / (m + p − 1)
+
+
+def test_a_table_whose_form_is_1f1b_says_so_in_its_title() -> None:
+    edges = [(0, 1), (1, 2), (2, 3)]
+    names = [
+        fxpipe.schedules.build("interleaved_1f1b", edges, 8, placement).name
+        for placement in ([0, 0, 1, 1], [0, 1, 2, 3], [0, 1, 0, 1])
+    ]
+    assert names == ["interleaved_1f1b (1f1b)", "interleaved_1f1b (1f1b)", "interleaved_1f1b"]

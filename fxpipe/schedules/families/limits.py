@@ -214,12 +214,18 @@ def shortest_within_limits(problem: Problem, makers: Iterable[Maker]) -> Choice 
     return _shortest(problem, makers, problem.costs, limited=True)
 
 
+def shortest_of(problem: Problem, makers: Sequence[Maker]) -> Choice:
+    """Returns the shortest table at F = 1 and B = 2 within the limits; if none is within, the shortest of all."""
+    costs = Costs.of(len(problem.placement))
+    return _shortest(problem, makers, costs, limited=True) or shortest(problem, makers, costs)
+
+
 def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: bool) -> Choice | None:
     best: Choice | None = None
     for maker in makers:
         rows = maker(problem)
         schedule = problem.table(rows)
-        if limited and excess(schedule, costs, problem.in_flight, problem.memory) is not None:
+        if limited and excess(schedule, problem.costs, problem.in_flight, problem.memory) is not None:
             continue
         plan = schedule.simulate(costs)
         if best is None or plan.makespan < best.makespan:

@@ -22,24 +22,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
-from fxpipe.schedules.families.limits import shortest
+from fxpipe.schedules.families.laps import laps
+from fxpipe.schedules.families.limits import shortest, shortest_of
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
 
 
 def zb_h1(problem: Problem) -> tuple[Row, ...]:
-    """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage.
+    """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage, or D
+    for each stage of a rank.
 
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). If a rank has
-    several stages, list scheduling with the same caps, for F = I = W = 1. At other costs, the shortest of that and of
-    list schedules that hold no more; with a gathered stage, ``group_interleaved`` with split backwards.
+    several stages, the shortest of ``laps`` and list scheduling with the same caps, for F = I = W = 1: 3mv + p − 1 on
+    a chain that goes v times round p ≤ m ranks. At other costs, the shortest of that and of list schedules that hold no
+    more; with a gathered stage, ``group_interleaved`` with split backwards.
     """
     if problem.is_grouped:
         return interleaved_groups(problem, split=True)
@@ -55,8 +59,9 @@ def in_halves(problem: Problem) -> tuple[Row, ...]:
     deepest = _deepest(problem)
     if problem.one_stage_a_rank:
         return tuple(_h1_row(problem, stage, deepest) for (stage,) in problem.stages_of)
-    stages = len(problem.placement)
-    return list_schedule(problem, Costs.of(stages), problem.depth, backward_first, weight_caps=(deepest,) * stages)
+    most, costs = (deepest,) * len(problem.placement), Costs.of(len(problem.placement))
+    listed = partial(list_schedule, costs=costs, caps=problem.depth, priority=backward_first, weight_caps=most)
+    return shortest_of(problem, [*laps(problem, split=True), listed]).rows
 
 
 def _deepest(problem: Problem) -> int:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.errors import PartitionError, TraceError, nearest, noted
 from fxpipe.graph.boundary import Gather, checked_gather
+from fxpipe.graph.cuts import Cuts
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.trace.opaque.regions import WHOLE, Region
 from fxpipe.trace.request import Cut, GatheredCut, Side
@@ -18,6 +19,7 @@ from fxpipe.validation import is_whole, shown
 Rule: TypeAlias = str | Mapping[str, Any]
 Boundaries: TypeAlias = (
     str
+    | Cuts
     | Sequence[str]
     | Set[str]
     | Mapping[str, Rule | Sequence[Rule]]
@@ -37,12 +39,14 @@ _WITH_REGIONS = 'write "auto", or, with an opaque region beside it, {"*": "auto"
 class Resolved(NamedTuple):
     """``boundaries=``, read for a model. ``cuts``: submodule path → the side of each boundary, in the model's order.
 
-    ``finds_cuts``: whether a search chooses the cuts, as ``"auto"`` or ``{"*": "auto"}`` asks for.
+    ``finds_cuts``: whether a search chooses the cuts, as ``"auto"`` or ``{"*": "auto"}`` asks for, or chose the cuts
+    ``found``, which are given in its place.
     """
 
     cuts: dict[str, Cut]
     whole: tuple[Region, ...]
     finds_cuts: bool
+    found: Cuts | None
 
 
 def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
@@ -62,11 +66,12 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     """
     modules = dict(plain_model(model).named_modules(remove_duplicate=False))
     rules = list(_rules(modules, boundaries))
-    finds_cuts = (ALL, AUTO) in rules
+    found = next((rule for name, rule in rules if name == ALL and isinstance(rule, Cuts)), None)
+    finds_cuts = found is not None or (ALL, AUTO) in rules
     cuts: dict[str, dict[Side, Gather | None]] = {}
     regions: dict[str, Region] = {}
     for name, rule in rules:
-        if (name, rule) == (ALL, AUTO):
+        if name == ALL and rule in (AUTO, found):
             continue
         if _is_whole(rule):
             for region in _regions(modules, name, rule):
@@ -85,7 +90,8 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
                 raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
             sides[side] = sides.get(side) or gather
     _check_outside(cuts, regions.values())
-    return Resolved({path: _cut(cuts[path]) for path in modules if path in cuts}, (*regions.values(),), finds_cuts)
+    cut = {path: _cut(cuts[path]) for path in modules if path in cuts}
+    return Resolved(cut, (*regions.values(),), finds_cuts, found)
 
 
 def _check_outside(cut: Iterable[str], regions: Collection[Region]) -> None:
@@ -141,8 +147,8 @@ def _rules(modules: dict[str, nn.Module], boundaries: Any) -> Iterator[tuple[str
     if callable(boundaries):
         with noted(lambda: "in the function that boundaries= gives, called with dict(model.named_modules())"):
             boundaries = boundaries(dict(modules))
-    if isinstance(boundaries, str):
-        boundaries = {ALL: AUTO} if boundaries == AUTO else [boundaries]
+    if isinstance(boundaries, str | Cuts):
+        boundaries = {ALL: boundaries} if boundaries == AUTO or isinstance(boundaries, Cuts) else [boundaries]
     if not isinstance(boundaries, (Mapping, Sequence, Set)):
         raise PartitionError(f"boundaries= is {boundaries!r:.80}; give {_EXAMPLES}")
     rules = boundaries.items() if isinstance(boundaries, Mapping) else [(name, "before") for name in boundaries]

@@ -1,0 +1,109 @@
+"""Laps: the order of a chain that goes round its ranks, a group of micro-batches after the other, with several stages
+per rank (interleaved 1F1B, Narayanan et al. 2021, Megatron-LM).
+
+A rank runs a group of micro-batches through its first stage, then the same group through its second stage, and so on:
+when the first stage has finished the group, the group's first micro-batch has reached the second stage. Backwards go
+the other way.
+
+    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 ...
+    rank 1       1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 ...
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.limits import Maker
+from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.schedule import Row
+
+
+def laps(problem: Problem, split: bool = False) -> list[Maker]:
+    """Returns makers of tables, on any graph and placement: in groups of a lap, and in equal groups, if these differ.
+
+    A lap is ⌈D / v⌉ stages deep, p on Megatron's chain: v is the most stages of a rank, D the depth of ranks with v
+    stages. Groups of a lap hold least, but the last of them is smaller if the lap does not divide m, and ranks wait for
+    it. ⌊m / lap⌋ groups, at least 1, whose sizes differ by 1 at most, reach the lower bound on Megatron's chain for
+    each m ≥ p. ``split``: backwards are in halves.
+    """
+    most, m = max(len(stages) for stages in problem.stages_of), problem.microbatches
+    going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
+    lap = math.ceil(max(problem.depth[stage] for stage in going_round) / most)
+    equal = max(m // lap, 1)
+    groups = [*range(0, m, lap), m], [m * number // equal for number in range(equal + 1)]
+    return [partial(_in_groups, ends=ends, split=split) for ends in dict.fromkeys(map(tuple, groups))]
+
+
+def _in_groups(problem: Problem, ends: Sequence[int], split: bool) -> tuple[Row, ...]:
+    return _Laps(problem, [range(*pair) for pair in pairwise(ends)], split).run()
+
+
+class _Laps(ListScheduler):
+    """Lines of forwards, of backwards and of W's for each rank, which alternates, at any action times.
+
+    A rank warms up with the forwards that it needs until the first backward reaches it: a group for each of its stages
+    but the last, and the way from there to the sink and back. Then one forward, one backward. If that would deadlock,
+    the waiting ranks run further forwards. With halves, each rank holds until W what the first rank holds until I, and
+    at most D micro-batches for each of its stages: then a W precedes the next forward.
+    """
+
+    def __init__(self, problem: Problem, groups: Sequence[range], split: bool) -> None:
+        units, backward = Units(problem.ranks, Costs.of(len(problem.placement))), problem.backward
+        for rank, stages in enumerate(problem.stages_of):
+            trained = [stage for stage in reversed(stages) if backward[stage]]
+            units.add_line(rank, list(_line(Op.F, stages, groups)))
+            units.add_line(rank, list(_line(Op.I if split else Op.B, trained, groups)))
+            units.add_line(rank, list(_line(Op.W, trained, groups)) if split else [])
+        halves = {unit[0][::2] for unit in units.actions} if split else ()
+        units.need_by(replace(problem.dependencies, halves=halves))
+        super().__init__(units, [(unit[0].op is Op.W, number) for number, unit in enumerate(units.actions)])
+        self.backward = backward
+        # A whole backward takes two actions' time; its half I takes as long as a forward, so fewer forwards precede it.
+        hop, group = 1 if split else 2, max(map(len, groups))
+        self.warm_up = [hop * (problem.depth[on[-1]] - 1) + (len(on) - 1) * group for on in problem.stages_of]
+        deepest = max((depth for depth, trained in zip(problem.depth, backward, strict=True) if trained), default=1)
+        self.most = [min(max(self.warm_up) + 1, deepest * sum(backward[s] for s in on)) for on in problem.stages_of]
+        self.in_flight = [0] * problem.ranks
+        self.held = [0] * problem.ranks
+
+    def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
+        # All ranks wait. The first rank that could run a forward instead of a backward does so. Such a rank exists:
+        # take the first action that has not run, by group, stage in topological order, and micro-batch, with backwards
+        # after all forwards and in reverse order. All actions that it needs come before it, and have run.
+        kind = self.units.line_of[unit] % 3
+        if kind == 2:
+            return True
+        if kind == 0 and forced and not self._forward_is_next(rank):
+            self.warm_up[rank] += 1
+        if kind == 0 and not forced and self.held[rank] >= self.most[rank] and self.held[rank] > self.in_flight[rank]:
+            return False
+        return (kind == 0) == self._forward_is_next(rank)
+
+    def _forward_is_next(self, rank: int) -> bool:
+        """Whether a forward comes next: warm-up, then forwards and backwards in turns; frozen stages at once."""
+        forwards, backwards = (self.units.lines[line][self.begun[line] :] for line in (3 * rank, 3 * rank + 1))
+        if not forwards or not backwards:
+            return not backwards
+        ((stage, *_),) = self.units.actions[forwards[0]]
+        return self.in_flight[rank] <= self.warm_up[rank] or not self.backward[stage]
+
+    def begin(self, rank: int, unit: int) -> None:
+        ((stage, op, *_),) = self.units.actions[unit]
+        if self.backward[stage]:
+            self.in_flight[rank] += {Op.F: 1, Op.W: 0}.get(op, -1)
+            self.held[rank] += {Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0)
+
+
+def _line(op: Op, stages: Iterable[int], groups: Iterable[range]) -> Iterator[Unit]:
+    """Yields the actions in groups, each group through all ``stages``."""
+    for group in groups:
+        for stage in stages:
+            for microbatch in group:
+                yield (Action(stage, op, microbatch),)
