@@ -78,8 +78,8 @@ def _reaches_nothing(name: str, instead: str) -> Any:
 class _LooksLike(nn.Module):
     """For ``isinstance``, a part is of its original's class, as loops over ``modules()`` expect; the root is not."""
 
-    @property
-    def __class__(self) -> type[nn.Module]:  # type: ignore[misc, override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
         return type(vars(self).get(_ORIGINAL, self)) if type(self) is _RankPart else type(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

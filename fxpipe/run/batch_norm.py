@@ -25,24 +25,22 @@ def update_batch_norm(forward_backward: ForwardBackward, loader: Iterable[Any]) 
         RunError: ``forward_backward`` is none, or a call of it runs; or a batch does not fit the model.
     """
     with alone(forward_backward, "update_batch_norm") as steps:
-        norms: list[tuple[Any, float | None]] = [
-            (part, part.momentum) for part in steps.module.modules() if isinstance(part, BATCH_NORM)
-        ]
-        held = list(forward_backward.module.buffers())
-        own, before = set(map(id, held)), [buffer.clone() for buffer in held]
+        norms: list[Any] = [part for part in steps.module.modules() if isinstance(part, BATCH_NORM)]
+        momenta, buffers = [norm.momentum for norm in norms], list(forward_backward.module.buffers())
+        own, before = set(map(id, buffers)), [buffer.clone() for buffer in buffers]
         try:
-            for norm, _ in norms:
+            for norm in norms:
                 norm.momentum = None  # a cumulative average
                 if id(norm.running_mean) in own:
                     norm.reset_running_stats()
             for batch in loader:
                 steps.update_buffers(_call_of(batch, steps.has_loss_fn))
         except BaseException:
-            for buffer, value in zip(held, before, strict=True):
+            for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
             raise
         finally:
-            for norm, momentum in norms:
+            for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
 
 
