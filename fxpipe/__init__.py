@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fxpipe.parameters.weights import Weights
     from fxpipe.precision import Precision
     from fxpipe.run.average import Average
+    from fxpipe.run.batch_norm import update_batch_norm
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
     from fxpipe.run.saving import save
@@ -92,6 +93,7 @@ __all__ = [
     "save",
     "schedules",
     "stage_boundary",
+    "update_batch_norm",
 ]
 
 # Name → the module that defines the name and imports torch.
@@ -118,6 +120,7 @@ _LATER = {
     "record_plain": "numerics.plain",
     "reset_parameters": "parameters.materialise",
     "save": "run.saving",
+    "update_batch_norm": "run.batch_norm",
 }
 
 

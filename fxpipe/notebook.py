@@ -13,7 +13,7 @@ _NAMES, _NAME = 6, 30
 
 def preformatted(text: str) -> str:
     """A table as HTML: monospaced text that does not wrap, and scrolls if the table is wide or long."""
-    style = "overflow: auto; max-height: 32em; white-space: pre; line-height: 1.3"
+    style = "overflow: auto; max-height: 32em; white-space: pre; line-height: 1.3; font-family: monospace"
     return f'<pre style="{style}">{escape(printable(text))}</pre>'
 
 

@@ -23,7 +23,7 @@ PATIENCE = 2.0
 def progress(what: str) -> Iterator[None]:
     """Logs that ``what`` is under way after ``PATIENCE`` seconds, and at the end the seconds that ``what`` took."""
     start = time.perf_counter()
-    stream = sys.stderr  # the code inside may redirect it
+    stream = status_stream()  # the code inside may redirect it
     timer = threading.Timer(PATIENCE, log, [f"fxpipe: {what} …", stream])
     timer.daemon = True
     timer.start()
@@ -41,10 +41,15 @@ def is_teller() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def status_stream() -> TextIO:
+    """The stream of status lines: stderr, or stdout in a notebook, which shows stderr in red, as an error."""
+    return sys.stdout if type(sys.stderr).__module__.startswith("ipykernel.") else sys.stderr
+
+
 def log(text: str, stream: TextIO | None = None) -> None:
-    """Prints to stderr, or to a stream; among several processes, only rank 0 prints."""
+    """Prints to ``status_stream()``, or to a stream; among several processes, only rank 0 prints."""
     if is_teller():
-        print(printable(text), file=stream or sys.stderr, flush=True)
+        print(printable(text), file=stream or status_stream(), flush=True)
 
 
 # --- Warnings that point to the user's own line, at any distance from the warning code ---

@@ -37,8 +37,8 @@ TESTED = "2.12", "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
     "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass "
-    "Tensor._post_accumulate_grad_hooks Tensor._version "
-    "UntypedStorage._cdata nn.Module._compiled_call_impl nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
+    "Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata nn.Module._compiled_call_impl "
+    "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
     "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
@@ -131,6 +131,7 @@ RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 """Caches of torch.nn's recurrent layers, which the layers rebuild when they do not fit."""
 DROPOUTS: type[nn.Module] = nn.modules.dropout._DropoutNd
 BATCH_STATISTICS: type[nn.Module] = nn.modules.batchnorm._NormBase
+BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 SPECTRAL_NORM: type[nn.Module] = nn.utils.parametrizations._SpectralNorm
 
 # --- tensors and operators

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
+import subprocess
+import sys
 from html import unescape
 from xml.etree import ElementTree
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 import fxpipe
 from fxpipe.notebook import listed, preformatted
+from fxpipe.progress import log
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Schedule
@@ -35,10 +39,11 @@ def compiled() -> fxpipe.ForwardBackward:
 
 
 def test_what_prints_as_a_table_shows_the_same_table_behind_a_cell(compiled: fxpipe.ForwardBackward) -> None:
-    for value in (compiled.stages, compiled.topology, compiled.traffic()):
+    planned = compiled.schedule.simulate()
+    for value in (compiled.stages, compiled.topology, compiled.traffic(), fxpipe.compare(planned, planned)):
         shown = value._repr_html_()
         assert str(value) in unescape(shown)
-        assert shown.startswith("<pre")
+        assert re.match(r'<pre style="[^"]*font-family: monospace', shown)
 
 
 def test_forward_backward_shows_stages_picture_and_table(compiled: fxpipe.ForwardBackward) -> None:
@@ -116,3 +121,38 @@ def test_repr_is_one_short_line(name: str) -> None:
     schedule = build(name, chain(4), 64)
     assert repr(schedule) == f"<Schedule {schedule.name}: 4 stages on 4 ranks, 64 micro-batches>"
     assert re.fullmatch(rf"<Timeline of {schedule.name}: [^\n]{{1,200}}>", repr(schedule.planned()))
+
+
+# --- what a cell prints and starts ---
+
+
+def test_a_status_line_is_no_error_of_a_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stderr = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    monkeypatch.setattr("sys.stderr", stderr)
+    log("fxpipe: saved")
+    assert capsys.readouterr().out == "fxpipe: saved\n"
+
+
+CELLS = """
+import fxpipe, os, sys
+if "without" in sys.argv:
+    sys.modules["cloudpickle"] = None
+def helper(x):
+    return x + int(os.environ["RANK"])
+def cell(x):
+    return helper(x)
+print(fxpipe.launch(cell, 2, 5))
+"""
+
+
+def test_a_function_of_a_cell_is_launched_or_the_way_is_told() -> None:
+    def run(*options: str) -> tuple[str, str]:
+        command = [sys.executable, "-c", CELLS, *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        return done.stdout, done.stderr
+
+    assert re.search(r"cell is defined in a notebook's cell .* %%writefile my_module\.py", run("without")[1])
+    pytest.importorskip("cloudpickle")
+    assert run()[0] == "[5, 6]\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -347,8 +348,9 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
 
     Each process is spawned, has one thread (unless OMP_NUM_THREADS is set), calls ``init()`` and then ``fn``,
     and destroys the process group at the end. With fewer GPUs than processes all of them run on the CPU.
-    ``fn``, its arguments and results are pickled; tensors travel by value. When ``launch`` returns or raises,
-    none of the processes is left; when the calling process is killed, they end as well.
+    ``fn``, its arguments and results are pickled; tensors travel by value. In a notebook, cloudpickle pickles the
+    functions and classes of its cells. When ``launch`` returns or raises, none of the processes is left; when the
+    calling process is killed, they end as well.
 
     Raises:
         TopologyError: ``nproc`` is below 1.
@@ -360,7 +362,7 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
     if not is_whole(nproc) or nproc < 1:
         raise TopologyError(f"nproc is {shown(nproc)}; it is a whole number, 1 or more")
     try:
-        task = pickle.dumps((fn, args))
+        task = _pickled(fn, args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise RunError(
             f"{getattr(fn, '__qualname__', fn)} and its arguments cannot be sent to other processes: "
@@ -380,6 +382,22 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
         _end(workers)
         del store  # must live until here
     return results
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
+    """The pickle of a call. New processes import a script's ``__main__``, and cannot import a notebook's."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return pickle.dumps((fn, args))
+    try:
+        by_value: bytes = importlib.import_module("cloudpickle").dumps((fn, args))
+        return by_value
+    except ImportError:
+        if fn.__module__ != "__main__":
+            return pickle.dumps((fn, args))
+    raise RunError(
+        f"{fn.__qualname__} is defined in a notebook's cell or at a prompt, and new processes cannot import it; pip "
+        "install cloudpickle, or write the cell to a module with %%writefile my_module.py, and import it"
+    )
 
 
 class _Outcome(NamedTuple):

@@ -75,7 +75,18 @@ def _reaches_nothing(name: str, instead: str) -> Any:
     return method
 
 
-class _RankPart(nn.Module):
+class _LooksLike(nn.Module):
+    """For ``isinstance``, a part is of its original's class, as loops over ``modules()`` expect; the root is not."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        return type(vars(self).get(_ORIGINAL, self)) if type(self) is _RankPart else type(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return object.__new__, (type(self),), vars(self)  # the default's check compares __class__
+
+
+class _RankPart(_LooksLike):
     """A part of ``RankModule`` that holds tensors of the stages. The part raises RunError for changes that the stages
     would not see. A copy of the part, such as for weight averaging, behaves like any module."""
 
@@ -83,7 +94,20 @@ class _RankPart(nn.Module):
         super().__init__()
         vars(self).update({_ORIGINAL: original, _HELD: id(self)})
 
-    apply = _reaches_nothing("apply", "are of no class that a function would look for; call it on the model itself")
+    apply = _reaches_nothing("apply", "hold this rank's tensors alone; call it on the model itself")
+
+    def __getattr__(self, name: str) -> Any:
+        """The original's plain attributes, such as ``in_features``, for reading."""
+        found = getattr(vars(self)[_ORIGINAL], name, None) if name[:2] != "__" and _ORIGINAL in vars(self) else None
+        if found is None or isinstance(found, (Tensor, nn.Module)):
+            return super().__getattr__(name)
+        if callable(found):
+            update = "; fxpipe.update_batch_norm(forward_backward, loader) is torch's update_bn"
+            raise AttributeError(
+                f"{name}() is not in forward_backward.module, which holds this rank's tensors; call it on the model "
+                f"before fxpipe.compile{update * (name == 'reset_running_stats')}"
+            )
+        return found
 
     @property
     def training(self) -> bool:
@@ -161,6 +185,11 @@ class RankModule(_RankPart):
             else:
                 persistent = leaf not in original._non_persistent_buffers_set
                 home.register_buffer(leaf, original._buffers[leaf], persistent=persistent)
+        parts = dict(self.named_modules())
+        for path, original in model.named_modules():  # a part without tensors, such as dropout, is in its parent
+            parent = parts.get(path.rpartition(".")[0])
+            if path not in parts and parent is not None and not all_tensors(original):
+                parts[path] = _submodule(self, path)
         if replica:
             self.register_state_dict_post_hook(mark_own_buffers)  # type: ignore[no-untyped-call]
 

@@ -608,6 +608,15 @@ _ELSEWHERE = {
 """Attribute of a model or a tensor → a hint at the replacement."""
 
 
+@contextlib.contextmanager
+def alone(forward_backward: ForwardBackward, called: str) -> Iterator[Steps]:
+    """The ``Steps`` of ``forward_backward``, for a call outside of the class. RunError while another call runs."""
+    if not isinstance(forward_backward, ForwardBackward):
+        raise RunError(f"forward_backward is {shown(forward_backward)}; it is what fxpipe.compile returned")
+    with forward_backward._alone(called):
+        yield forward_backward._steps
+
+
 def steps_of(forward_backward: ForwardBackward) -> Steps:
     """The ``Steps`` of ``forward_backward``. CheckpointError while a call runs, or the parameters are averages."""
     if not isinstance(forward_backward, ForwardBackward):

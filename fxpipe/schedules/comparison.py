@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from fxpipe.errors import ScheduleError, printable
+from fxpipe.notebook import Tabular
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Span, Timeline, ran
@@ -80,7 +81,7 @@ def compare(planned: Timeline, real: Timeline) -> Comparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Tabular):
     """Two timelines of the same table, and their differences."""
 
     planned: Timeline

@@ -35,7 +35,7 @@ from fxpipe.sharding.data_axis import scope_of
 from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
-from fxpipe.torch_compat import hooks_of, pytree, ranks_without_processes
+from fxpipe.torch_compat import BATCH_NORM, hooks_of, pytree, ranks_without_processes
 from fxpipe.trace.patching import backward_hooks
 from fxpipe.trace.record.opaque import Checkpointed
 
@@ -564,9 +564,11 @@ class ParallelGradients(Reducer):
         super()._set_earlier_aside()  # always, so that only this call's gradients are summed
 
     def _take_flags(self) -> None:
-        """Copies the training flags of the model's modules to the copies."""
+        """Copies the training flags of the model's modules, and the momentum of batch norms, to the copies."""
         for original, twin in self._twins:
             twin.training = original.training
+            if isinstance(original, BATCH_NORM):
+                twin.momentum = original.momentum
 
     def awaited(self, stage: int) -> Waits:
         for wait in super().awaited(stage).values():

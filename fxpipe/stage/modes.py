@@ -93,10 +93,10 @@ def within(autocast: Sequence[Autocast]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets the model to evaluation mode while the context is open."""
+def evaluating(model: nn.Module, training: bool = False) -> Iterator[None]:
+    """Sets the model to evaluation mode, or to training mode, while the context is open."""
     flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:

@@ -154,6 +154,11 @@ class Steps:
         if self.is_averaged:
             raise error("the parameters are averages inside of `with average.applied():`; make this call outside of it")
 
+    @property
+    def has_loss_fn(self) -> bool:
+        """Whether ``compile`` was given a loss function."""
+        return self._options.loss_fn is not None
+
     # the phases of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> tuple[StepOutcome, Mapping[Edge, int] | None]:
@@ -267,15 +272,24 @@ class Steps:
         only the "loss" on all ranks; a list if the caller has split the batch. A collective call of all ranks."""
         name = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(name + self.which):
-            agreed, batches, shares = self._agree(calls, split_evenly, training=False, wants_loss=outputs == "loss")
-            with self.failing.together(FxpipeError):
-                self._check_rows(agreed.plan, 0, training=False)
-            with self.failing.together():
-                with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                    step = self._input(agreed, batches, shares, split_evenly, training=False)
-                    result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
-                self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-                return self._output(agreed, result.results, shares, outputs)
+            return self._run_forward(calls, split_evenly, outputs)
+
+    def update_buffers(self, call: Call) -> None:
+        """Runs forward in training mode, on the whole batch as a micro-batch. A collective call of all ranks."""
+        with evaluating(self.module, training=True), announced("update_batch_norm" + self.which):
+            self._run_forward([call], False, None)
+
+    def _run_forward(self, calls: Sequence[Call], split_evenly: bool, outputs: str | None) -> Any:
+        """Runs forward in the modes of the model's modules. ``outputs``: None for no output."""
+        agreed, batches, shares = self._agree(calls, split_evenly, training=False, wants_loss=outputs == "loss")
+        with self.failing.together(FxpipeError):
+            self._check_rows(agreed.plan, 0, training=False)
+        with self.failing.together():
+            with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
+                step = self._input(agreed, batches, shares, split_evenly, training=False)
+                result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
+            self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
+            return None if outputs is None else self._output(agreed, result.results, shares, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
