@@ -16,6 +16,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Mode
 from fxpipe.graph.operators import handoff, private
 from fxpipe.graph.program import (
+    Effects,
     Program,
     SizeOf,
     crossings,
@@ -28,7 +29,7 @@ from fxpipe.graph.program import (
     made_by,
     where,
 )
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, own_tensors
+from fxpipe.graph.stage_graph import Edge, OwnGenerator, Stage, StageGraph, own_tensors
 from fxpipe.passes.alias_groups import holders_of_written, names_of_written, names_written_by_batch, shared_memory
 from fxpipe.passes.counting import counting
 from fxpipe.passes.effects import SIZE, aliased, is_number, is_random
@@ -85,8 +86,19 @@ def split(program: Program) -> StageGraph:
         written_by_batch=names_written_by_batch(program) & written,
         counting=counts,
         crossings=crossings(program),
+        generators=_own_generators(program),
     )
     return graph.with_backward()
+
+
+def _own_generators(program: Program) -> dict[str, OwnGenerator]:
+    """The model's own random generators, by name, each with the stage that drew first in the first capture."""
+    first, stages = program.first or program, dict[str, int]()
+    for node in first.nodes:
+        drawn = first.effects.get(node.name, Effects()).generators
+        for name in (name for name, each in first.generators.items() if id(each) in drawn):
+            stages.setdefault(name, first.stage_of[node.name])
+    return {name: OwnGenerator(each, stages.get(name)) for name, each in program.generators.items()}
 
 
 def _check_attributes(program: Program) -> None:
@@ -386,13 +398,15 @@ def _note_parts(module: nn.Module) -> None:
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """Returns the stages with ``varies`` set.
 
-    A stage varies if it holds an opaque region with varying results. Stages behind it vary if they compute values whose
-    sizes come from the region, or of any size if sizes are unknown, or if they train nothing, so that their outputs
-    require a gradient only if their inputs do. Stages before it vary, since the region may use their values in some
-    steps only, and otherwise sends no gradient back.
+    A stage varies if it holds an opaque region with varying results, or code that draws from generators of Python,
+    NumPy or the model's own. Stages behind it vary if they compute values whose sizes come from the region, or of any
+    size if sizes are unknown, or if they train nothing, so that their outputs require a gradient only if their inputs
+    do. Stages before it vary, since the region may use their values in some steps only, and otherwise sends no gradient
+    back.
     """
     opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
-    regions = [node for node, calls in opaque.items() if any(call.varies for call in calls)]
+    draws = {name for name, effects in program.effects.items() if effects.generators}
+    regions = [node for node, calls in opaque.items() if node.name in draws or any(call.varies for call in calls)]
     own = {program.stage_of[node.name] for node in regions}
     varying, behind, unsure = set(own), set(own), set(own)
     # Before a region, backwards along the edges: only the step shows whether a gradient comes back.

@@ -53,7 +53,6 @@ IMPORTS_LAZILY = "fxpipe/__init__.py"
 PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "search", "capture", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
-    "fxpipe/trace/state/snapshot.py": "random states, in memory",
     "fxpipe/distributed/processes.py": "over pipes between a process and its own children",
     "fxpipe/checkpoint/files/reader.py": "torch's .metadata, of which no class is looked up",
 }

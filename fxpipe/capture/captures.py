@@ -18,7 +18,7 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.ranks import Placement
-from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.schedules.schedule import Schedule
@@ -29,6 +29,7 @@ from fxpipe.trace.checks.sizes import FAMILIES, Family
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls
 from fxpipe.trace.opaque.regions import Region
+from fxpipe.trace.state.generators import own_generators
 from fxpipe.trace.state.reads import LatestReads, Reads
 
 
@@ -121,7 +122,7 @@ class Captures:
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
         """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible."""
-        module, own_stages = (model.module, model) if isinstance(model, StageGraph) else (model, None)
+        module, own_stages = (model.module, _drawing(model)) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts, found = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts, found)
         captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
@@ -179,3 +180,13 @@ class Captures:
         }
         own_stages = None if self.own_stages is None else self.own_stages.with_tensors_of_module()
         return replace(self, by_pattern=by_pattern, own_stages=own_stages)
+
+
+def _drawing(graph: StageGraph) -> StageGraph:
+    """Stages that the user gave, with their own random generators, each of the first stage that can reach it."""
+    generators = dict[str, OwnGenerator]()
+    for stage in graph:
+        for name, value in own_generators(stage.module).items():
+            if all(value is not other.value for other in generators.values()):
+                generators[f"{stage.name} {name}"] = OwnGenerator(value, stage.index)
+    return replace(graph, generators=generators)

@@ -44,6 +44,7 @@ from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, obse
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place
+from fxpipe.trace.state.generators import own_generators
 from fxpipe.trace.state.reads import Reads, noting
 
 SMALL = 2**16
@@ -237,6 +238,7 @@ class Tracing:
             asks_numbers=captures.asks_numbers,
             holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
         )
+        request = replace(request, generators=own_generators(request.module, request.loss_fn))
         if self.options.parallelize is not None:  # the function needs the user's modules
             request = replace(request, is_kept=_is_block if self.balancing.finds_cuts else lambda *_: True)
         if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fxpipe.graph.boundary import Gather, Gathered, boundary, boundary_label
 from fxpipe.graph.question import Answers
+from fxpipe.seeds import Generators
 from fxpipe.torch_compat import CHECKS, pytree
 
 Shapes = tuple[tuple[int, ...] | None, ...]
@@ -38,6 +39,8 @@ class Effects:
     shares: tuple[int, ...] = ()
     draws_random: bool = False
     is_rehearsed: bool = False
+    generators: frozenset[int] = frozenset()
+    """The ids of the random generators, of Python, NumPy or the model's own, from which the call drew."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Program:
     module: nn.Module
     graph: fx.Graph
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    generators: Generators = field(default_factory=dict)
+    """The random generators of the model's own, by name."""
     tracer: str = ""
     """The tracer's name."""
     refusals: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 from torch import Tensor, fx, nn
@@ -27,6 +27,14 @@ from fxpipe.stage.opaque_call import unwritten
 from fxpipe.stage.stage_calls import Backward, Forward
 from fxpipe.torch_compat import hook_tables, pytree, tensors_in
 from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
+
+
+class OwnGenerator(NamedTuple):
+    """A random generator of the model's own. In ``stage``, the first that draws from it, its state goes on from draw to
+    draw as in the model; in the other stages it is seeded. None: no stage was seen to draw."""
+
+    value: Any
+    stage: int | None
 
 
 @admitted
@@ -173,6 +181,8 @@ class StageGraph(Tabular):
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
     """The name of each value that passes between captured stages → how it is recorded."""
+    generators: Mapping[str, OwnGenerator] = field(default_factory=lambda: MappingProxyType({}))
+    """The random generators of the model's own, by name."""
     work: StageWork | None = None
     """The seconds of the stages, and their shares of the work, if known."""
     complete: Callable[[StageGraph], StageGraph] | None = field(default=None, compare=False)

@@ -62,6 +62,9 @@ def check_replicated(graph: StageGraph) -> None:
             owner = graph.module.get_submodule(name.rpartition(".")[0])
             if owner.training or not isinstance(owner, BATCH_STATISTICS):
                 raise PartitionError(f"{where}, and {writes(name)}")
+        for name, generator in graph.generators.items():
+            if generator.stage == stage.index:
+                raise PartitionError(f"{where}, and {writes(f'the random generator {name}')}")
         for call in opaque_calls(stage.module):
             for attribute in sorted(call.attributes):
                 raise PartitionError(f"{where}, and {writes('.'.join(filter(None, attribute)))}")

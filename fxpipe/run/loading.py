@@ -45,7 +45,7 @@ from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.saving import claim, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
-from fxpipe.seeds import RandomState, seed_of, seed_python, seed_torch
+from fxpipe.seeds import RandomState, seed_of, seed_python, seed_torch, set_state
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_state import MASTER
 
@@ -204,6 +204,10 @@ class _Loading:
         if saved == now or self._replica < len(saved.replicas):
             source = self._rank if saved == now else saved.replicas[self._replica][0]
             self._random = value_of(plain.trees[plain.of_rank[source]["random"]], {})
+        # each generator of the model's own is saved by the rank on which its state goes on
+        of_ranks = [plain.of_rank[rank] for rank in saved.replicas[self._replica % len(saved.replicas)]]
+        found = [plain.trees[parts["generators"]] for parts in of_ranks if "generators" in parts]
+        self._generators = {name: state for tree in found for name, state in value_of(tree, {}).items()}
         # The reader reads these tensors and the optimizers' in the same pass over the files.
         self._tensors = tensors_for(list(self._trees.values()), reader.tensors)
         self._fill = reader.plan({**self._states, PLAIN: self._tensors} if self._tensors else self._states)
@@ -256,6 +260,9 @@ class _Loading:
         if run["costs"] is not None and tuple(run["stages"]) == self._forward_backward.stages.names:
             steps.recorder.loaded = Costs(**run["costs"])
         # Last: no code above may draw from the restored random state.
+        for name, generator in steps.generators().items():
+            if name in self._generators:
+                set_state(generator, self._generators[name])
         if self._random is not None:
             RandomState([device], self._random).restore()
         else:

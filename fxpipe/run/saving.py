@@ -42,7 +42,7 @@ from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
-from fxpipe.seeds import RandomState
+from fxpipe.seeds import RandomState, state_of
 from fxpipe.validation import is_flag, shown
 
 
@@ -290,6 +290,7 @@ class _Job:
         plain: dict[str, Any] = {
             "extra": extra,
             "random": RandomState([steps.state.device]).numbers,
+            "generators": {name: state_of(each) for name, each in steps.generators(of_rank=True).items()},
             "run": {**run, "costs": None if costs is None else asdict(costs)},
             **{name: value.state_dict() for name, value in stateful.items() if value is not None},
         }

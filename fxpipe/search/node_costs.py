@@ -213,7 +213,7 @@ def costs_from_shapes(
     if missing:
         raise PartitionError(f"costs need an example of every input; {missing} are missing from {sorted(example)}")
     with (
-        left_as_it_is(program.module),
+        left_as_it_is(program),
         torch.inference_mode(False),
         fake_model(program.module, device, compute) as fake,
         torch.enable_grad(),

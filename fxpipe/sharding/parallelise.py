@@ -208,9 +208,9 @@ def _copy_of(stage: Stage, graph: StageGraph) -> _StageCopy:
             f"stage {stage.name} has modules in a function given to torch.utils.checkpoint, where parallelize= does "
             "not see them by their names; write recompute=True, or checkpoint_wrapper in parallelize, instead"
         )
-    # deepcopy does not copy objects in its memo: the copy has the model's tensors, and new modules.
-    tensors = [*all_tensors(graph.module).values(), *all_tensors(module).values()]
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    # deepcopy does not copy objects in its memo: the copy has the model's tensors and generators, and new modules.
+    shared = [*all_tensors(graph.module).values(), *all_tensors(module).values()]
+    memo: dict[int, Any] = {id(each): each for each in (*shared, *(own.value for own in graph.generators.values()))}
     is_users = graph.module._modules.get(stage.name) is module  # otherwise the module is a capture's code
     try:
         copied = copy.deepcopy(module, memo)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 def _traced(tracer: Tracer, request: Request) -> Program:
     with plain_modes(grad=request.training):
-        return tracer(request)
+        return tracer(request).replace(generators=request.generators)
 
 
 NEED_SHAPES = frozenset({"export", "record"})

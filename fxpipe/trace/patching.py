@@ -30,8 +30,8 @@ LEFT_BEHIND = (
 )
 ONCE = "which would happen once, while tracing"
 DRAWN = (
-    "Python's, NumPy's or torch's random numbers are drawn or seeded {where}, and what was drawn would be the same "
-    "ever after"
+    "random numbers are drawn or seeded {where}, by Python's, NumPy's or torch's generator or by the model's own, and "
+    "what was drawn would be the same ever after"
 )
 
 BACKWARD = torch.autograd.backward

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather
 from fxpipe.graph.question import Answer, Answers
+from fxpipe.seeds import Generators
 from fxpipe.stage.listed import Listed
 from fxpipe.stage.loss import Sum
 from fxpipe.stage.modes import Autocast
@@ -132,6 +133,8 @@ class Request:
     """The name of an input whose containers are constants of the program → whether each of its leaves is, too."""
     is_kept: Callable[[str, nn.Module], bool] = lambda path, module: False
     """Whether a tracer that keeps modules keeps this submodule as one call also in a model without boundaries."""
+    generators: Generators = field(default_factory=lambda: MappingProxyType({}))
+    """The random generators of the model's own, by name."""
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Makes the context of each call of the model."""
 

@@ -112,7 +112,7 @@ KINDS: dict[str, Callable[[Amid, Tensor], Any]] = {
     "checkpoints": lambda amid, x: checkpoint(amid.region, x, use_reentrant=False),
     "checkpoints, reentrant": lambda amid, x: checkpoint(amid.region, x, use_reentrant=True),
     "counts outside": count_outside,
-    "permutes by numbers from outside": lambda amid, x: torch.randperm(WIDTH, generator=GENERATOR),
+    "permutes by a global generator": lambda amid, x: torch.randperm(WIDTH, generator=GENERATOR),
 }
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -137,6 +137,7 @@ def seed_everything() -> None:
     np.random.seed(1)
     torch.manual_seed(1)
     OUTSIDE[0] = 0
+    GENERATOR.manual_seed(3)
     RUNS.clear()
 
 

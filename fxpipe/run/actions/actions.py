@@ -226,7 +226,8 @@ class _BoundAction:
         executor, action, stage = self.executor, self.action, self.stage
         halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
         forward: Run = stage.forward_in_halves if halved else stage.forward
-        autocast = executor.kind.autocast
+        autocast, generators = executor.kind.autocast, executor.graph.generators
+        seeds = {name: each.value for name, each in generators.items() if each.stage != stage.index}
         if not (stage.draws_random or autocast):
             return forward
 
@@ -236,7 +237,7 @@ class _BoundAction:
                     stack.enter_context(within(autocast))
                 if stage.draws_random:
                     seed = executor.step.seed(action.stage, action.microbatch)
-                    stack.enter_context(seeded(seed, executor.device, stage.runs_python))
+                    stack.enter_context(seeded(seed, executor.device, stage.runs_python, seeds))
                 return forward(*inputs)
 
         return run
@@ -272,7 +273,7 @@ class ForwardAction(_BoundAction):
 
         def run_and_keep(*inputs: Any) -> Any:
             recomputed = RecomputedForward(
-                stage, inputs, executor.effects.of(stage), executor.device, executor.step.proves
+                stage, inputs, executor.effects.of(stage, executor.graph), executor.device, executor.step.proves
             )
             # The graph of this run is dropped at once. R makes it anew shortly before the backward.
             outputs = recomputed.first(run, inputs)

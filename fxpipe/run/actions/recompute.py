@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
+from fxpipe.seeds import Generators
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
@@ -150,8 +151,8 @@ class SideEffects:
     is an error, since no copy of that tensor was made. On a GPU, writes by ``.data`` are found in the first step alone.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._module = nn.ModuleList(modules)
+    def __init__(self, modules: Iterable[nn.Module], own: Generators) -> None:
+        self._module, self._own = nn.ModuleList(modules), own
         self._written, self._is_new = dict[int, Tensor](), True
         self.needs_graph = False  # whether forward differentiates
         self._last: Snapshot | None = None
@@ -178,7 +179,7 @@ class SideEffects:
 
     def state(self, device: torch.device) -> State:
         """The present state of all that forward changes besides parameters, random numbers included."""
-        return State([self._snapshot()], self._writes, [device])
+        return State([self._snapshot()], self._writes, [device], self._own)
 
     def learn(self, before: State) -> None:
         """Finds the tensors that a step's first forward has written. ``before``: the state at its beginning."""
@@ -231,13 +232,15 @@ class EffectsOf:
         wanted = {id(stage.module) for graph in graphs for stage in graph}
         self._known = {key: effects for key, effects in self._known.items() if key in wanted}
 
-    def of(self, stage: Stage) -> SideEffects:
+    def of(self, stage: Stage, graph: StageGraph) -> SideEffects:
         call = stage.module
         if id(call) not in self._known:
             module = getattr(call, "__self__", call)  # the owner of a method, such as ``model.encode``
             # Modules that opaque methods call are parts of the stage's module; the methods' owners are not.
             owners = [_Shallow(part.owner) for part in opaque_calls(call) if part.is_method]
-            self._known[id(call)] = call, SideEffects([*([module] if isinstance(module, nn.Module) else []), *owners])
+            modules = [*([module] if isinstance(module, nn.Module) else []), *owners]
+            generators = {name: each.value for name, each in graph.generators.items()}
+            self._known[id(call)] = call, SideEffects(modules, generators)
         return self._known[id(call)][1]
 
 

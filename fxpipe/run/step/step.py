@@ -54,6 +54,7 @@ from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.torch_compat import hooks_of, version_of
 from fxpipe.trace.checks.sizes import with_sizes
+from fxpipe.trace.state.generators import own_generators
 
 MOST_BOUND = 32
 """The most bound calls that are cached per plan: a call for each set of micro-batches that have weight."""
@@ -148,6 +149,18 @@ class Steps:
         )
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
         self.values: ValueRecorder | None = None
+
+    def generators(self, of_rank: bool = False) -> dict[str, Any]:
+        """The random generators of the model's own, by name. ``of_rank``: only those whose state goes on in a stage of
+        this rank."""
+        graph, rank = self.agreement.planning.first.graph, self.transport.pipe_rank
+        # the user may have replaced a generator since compile
+        now = own_generators(self.module, self._options.loss_fn) if graph.generators else {}
+        return {
+            name: now.get(name, value)
+            for name, (value, stage) in graph.generators.items()
+            if not of_rank or (stage is not None and rank in (None, *graph.ranks(stage)))
+        }
 
     def check_trained(self, error: type[FxpipeError] = RunError) -> None:
         """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""

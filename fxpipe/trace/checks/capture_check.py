@@ -223,7 +223,7 @@ class _Trial:
         self.graph, self.request, self.batches = graph, request, batches
         self._devices = gpus_of(request.roots)
         # Every run begins from this state and draws the same random numbers, so any difference comes from the capture.
-        self._state = State.of(request.roots, self._devices)
+        self._state = State.of(request.roots, self._devices, request.generators)
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
         self._seed = 1.0  # the gradient of the stages' loss
 

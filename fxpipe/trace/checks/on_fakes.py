@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx import Node
 
 from fxpipe.graph.program import Program, Shapes, is_assertion
@@ -22,11 +22,12 @@ from fxpipe.trace.state.snapshot import Snapshot
 
 
 @contextmanager
-def left_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Restores the Python attributes of submodules (counters, caches, lists) and Python's random state at exit."""
+def left_as_it_is(program: Program) -> Iterator[None]:
+    """Restores the Python attributes of submodules (counters, caches, lists) at exit, and the states of Python's,
+    NumPy's and the model's own random generators."""
     # Forward computes with fake tensors, so the model's tensors are safe; its Python objects are not.
-    snapshot = Snapshot(module)
-    with random_apart(), uncompiled():
+    snapshot = Snapshot(program.module)
+    with random_apart(program.generators), uncompiled():
         try:
             yield
         finally:
@@ -85,7 +86,7 @@ def shapes_of(
     values: dict[Node, Any] = {}
     of_one_size = program.tracer in NEED_SHAPES and program.holds_for is None
     with (
-        left_as_it_is(program.module),
+        left_as_it_is(program),
         fake_model(program.module, device, compute) as fake,
         torch.enable_grad(),
         modes_restored(),

@@ -18,6 +18,7 @@ from fxpipe.graph.boundary import recording
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
 from fxpipe.like import TensorLike
+from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree, version_of
@@ -56,9 +57,10 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     model fails, or if a region has an effect that regions may not have.
     """
     devices = gpus_of(request.roots)
-    state, observer = State.of(request.roots, devices), _Observer(request.module)
+    state, observer = State.of(request.roots, devices, request.generators), _Observer(request)
     try:
-        with as_in_a_step(request, devices), recording(observer.boundary):
+        # draws from the model's own generators show in their states, which are not reset between modules here
+        with as_in_a_step(replace(request, generators={}), devices), recording(observer.boundary):
             inputs = own(request, batch)
             with (
                 watching(request.module, request.whole, observer.call),
@@ -91,14 +93,14 @@ def check_called(request: Request, called: set[str]) -> None:
 
 
 class _Observer:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, request: Request) -> None:
         self._seen: dict[tuple[str, int], SeenCall] = {}
-        self._module = module
+        self._module, self._generators = request.module, request.generators
         self._inside: Region | None = None
         self.called: set[str] = set()
         """The names of the regions that the model called, also inside of other regions."""
-        self._paths = {id(vars(part)): path for path, part in module.named_modules()}
-        self._names = first_names(module)
+        self._paths = {id(vars(part)): path for path, part in self._module.named_modules()}
+        self._names = first_names(self._module)
 
     def calls(self) -> SeenCalls:
         """The observed calls, by region's name and number of the call."""
@@ -127,7 +129,7 @@ class _Observer:
         # a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
-        given = _versions(args, kwargs)
+        given, random = _versions(args, kwargs), RandomState(own=self._generators)
         called: list[nn.Module] = []
         hook = register_module_forward_pre_hook(lambda module, args: called.append(module))
         try:
@@ -160,7 +162,7 @@ class _Observer:
         returned = _described(region, result, torch.is_grad_enabled())
         overwrites = frozenset(dict(_versions(args, kwargs).items() - given.items()))
         self._seen[region.name, number] = SeenCall(
-            returned, parts, tuple(reads), tuple(writes), sets, asks, sizes, overwrites
+            returned, parts, tuple(reads), tuple(writes), sets, asks, sizes, overwrites, random.moved()
         )
         return result
 

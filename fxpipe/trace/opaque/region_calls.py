@@ -34,6 +34,8 @@ class RegionCall:
     opaque: OpaqueCall
     values: list[Any]
     """The tracer's values for the tensors and the computed numbers among the arguments."""
+    generators: frozenset[int]
+    """The ids of the model's own random generators from which the call drew."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -44,7 +46,7 @@ class RegionCall:
         """The effects of a call in any step: it may draw random numbers, and its result may alias each argument."""
         # the code may branch on any number, so that another step may do more than the observed one
         shares, seen = tuple(range(len(self.values))), self.seen
-        return Effects(seen.reads, seen.writes, shares, draws_random=True, is_rehearsed=True)
+        return Effects(seen.reads, seen.writes, shares, True, is_rehearsed=True, generators=self.generators)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Regions:
         opaque.overwrites = [index for index, position in enumerate(positions) if position in seen.overwrites]
         index = self.request.whole.index(region)  # tells enc.proj from enc_proj
         target = f"whole_{region.name.replace('.', '_')}_{index}_{number}"
-        call = RegionCall(region, number, target, seen, opaque, list(arguments.tensors))
+        generators = frozenset(id(each) for name, each in self.request.generators.items() if name in seen.moved)
+        call = RegionCall(region, number, target, seen, opaque, list(arguments.tensors), generators)
         self.calls.append(call)
         return returned.filled(self.carry(call))
 

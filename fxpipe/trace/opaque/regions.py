@@ -35,7 +35,8 @@ class SeenCall:
     the call ran; ``reads``: the names of the parameters and buffers that it may use; ``writes``: the names of the
     parameters and buffers that it wrote; ``sets``: (module's path, name) of each attribute that it changed; ``asks``:
     the attributes that it read and some region changed. ``sizes``: the sizes of its tensors and lists of strings.
-    ``overwrites``: the positions, among the leaves of its arguments, of the tensors into which it wrote.
+    ``overwrites``: the positions, among the leaves of its arguments, of the tensors into which it wrote. ``moved``: the
+    names of the random generators from which it drew.
     """
 
     returned: Any
@@ -46,6 +47,7 @@ class SeenCall:
     asks: frozenset[tuple[str, str]] = frozenset()
     sizes: frozenset[int] = frozenset()
     overwrites: frozenset[int] = frozenset()
+    moved: frozenset[str] = frozenset()
 
     @property
     def likes(self) -> list[TensorLike]:

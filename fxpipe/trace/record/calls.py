@@ -150,14 +150,14 @@ class Calls:
             with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
                 frame = Frame(recorder, path, module, args, kwargs)
                 with outside():
-                    python = PythonState(module)
+                    python = PythonState(module, recorder.own_generators)
                 with recorder.touched.noting() as touched:
                     result = inner(*args, **kwargs)
         except NeedsValues as error:
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         recorder.check_random()
         with outside():  # a call that changed attributes or drew Python's random numbers must run exactly once
-            touched.is_stateful |= python.has_changed()
+            python.note(touched)
         recorder.touched.note(touched)
         if self._may_be_kept(path, module) and not self._is_swapped(frame) and frame.is_whole(result, touched):
             return self._keep_whole(frame, module, result, touched)
@@ -297,7 +297,7 @@ class Calls:
         try:
             # the recorder is paused while the call runs on real numbers
             with patched(recorder, "paused", True):
-                rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers)
+                rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers, recorder.own_generators)
         except Exception as failure:
             if not error.reads_values:
                 raise error from failure

@@ -225,7 +225,8 @@ def effects_of(touched: Touched, arguments: Sequence[Tensor], result: Any, stora
         for memory in (touched.reads, touched.writes)
     )
     shares = tuple(index for index, tensor in enumerate(arguments) if storage_of(tensor) in shared)
-    return Effects(reads, writes, shares, draws_random=touched.draws_random or touched.is_stateful)
+    draws_random, generators = touched.draws_random or touched.is_stateful, frozenset(touched.generators)
+    return Effects(reads, writes, shares, draws_random, generators=generators)
 
 
 def fake_of(value: TapeValue) -> Any:

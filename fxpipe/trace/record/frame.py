@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.graph.program import Effects
-from fxpipe.seeds import RandomState
+from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.recorder import Recorder
@@ -29,14 +29,15 @@ class PythonState:
     """The state that a call may change without an operation: its submodule's attributes, the containers in them, and
     random generators."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._random, self._snapshot = RandomState(), Snapshot(module, tensors=False)
+    def __init__(self, module: nn.Module, own: Generators) -> None:
+        self._own, self._random, self._snapshot = own, RandomState(own=own), Snapshot(module, tensors=False)
 
-    def has_changed(self) -> bool:
-        """Whether an attribute changed, or code drew from or seeded a random generator: of Python, NumPy, torch or the
-        submodule."""
-        is_drawn = RandomState() != self._random or self._snapshot.drawn()
-        return is_drawn or any(True for _ in self._snapshot.changes())
+    def note(self, touched: Touched) -> None:
+        """Notes whether an attribute changed, or code drew from or seeded a random generator: of Python, NumPy, torch
+        or the model."""
+        moved = self._random.moved()
+        touched.generators |= {id(self._own.get(name, name)) for name in moved - {"torch"}}
+        touched.is_stateful |= bool(moved) or any(True for _ in self._snapshot.changes())
 
 
 class Frame:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
-from fxpipe.seeds import RandomState
+from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.cuts.cutting import crossing
@@ -86,6 +86,7 @@ class Recorder(TorchFunctionMode):
         fake: FakeModel,
         real: Mapping[str, Tensor],
         stand_ins: Mapping[str, Tensor],
+        own: Generators,
         before: Sequence[Snapshot],
     ) -> None:
         super().__init__()
@@ -121,7 +122,8 @@ class Recorder(TorchFunctionMode):
         """The user's line of the operations that run now; empty: the line that runs."""
         self._unmapped: NeedsValues | None = None
         """The error, found inside of ``torch.vmap``, for which the call cannot be recorded."""
-        self._random = RandomState()
+        self.own_generators = own
+        self._random = RandomState(own=own)
         self.storages: dict[int, tuple[int, str]] = {}
         """The storage of a model tensor → (its position in the model's order, its first name)."""
         for position, (name, tensor) in enumerate(stand_ins.items()):
@@ -310,6 +312,8 @@ class Recorder(TorchFunctionMode):
             return self.value_of(leaf)
         if numpy is not None and isinstance(leaf, numpy.generic):
             return leaf.item()
+        if isinstance(leaf, torch.Generator):  # whose state no operation on fake tensors changes
+            self.touched.note(Touched(generators={id(leaf)}))
         if not isinstance(leaf, PLAIN_LEAF):
             fact = f"a function of torch is given a {type(leaf).__name__}, which cannot stand in a graph"
             self.problem(fact, _INSIDE)
@@ -323,8 +327,9 @@ class Recorder(TorchFunctionMode):
 
     def random_moved(self) -> bool:
         with outside():
-            before, self._random = self._random, RandomState()
-            return self._random != before
+            has_moved = bool(self._random.moved())
+            self._random = RandomState(own=self.own_generators) if has_moved else self._random
+            return has_moved
 
     # checkpoints, and torch.vmap
 

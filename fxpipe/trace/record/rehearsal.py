@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.like import TensorLike
-from fxpipe.seeds import RandomState
+from fxpipe.seeds import Generators, RandomState
 from fxpipe.torch_compat import pytree, tensors_in
 from fxpipe.trace.fake import outside
 from fxpipe.trace.record.frame import PythonState
@@ -45,16 +45,17 @@ def rehearse(
     kwargs: Kwargs,
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
+    own: Generators,
 ) -> Rehearsed:
     """Runs ``function`` twice, on different made-up inputs; TraceError if the shapes of the two results differ.
 
-    ``real_of``: the id of a fake tensor in the model → the model's real tensor.
+    ``real_of``: the id of a fake tensor in the model → the model's real tensor. ``own``: the model's own generators.
     """
     inputs = tensors_in((args, kwargs))
     with outside():
-        state = RandomState({tensor.device for tensor in real_of.values()})
+        state = RandomState({tensor.device for tensor in real_of.values()}, own=own)
         try:
-            run = functools.partial(_run, function, args, kwargs, module, real_of)
+            run = functools.partial(_run, function, args, kwargs, module, real_of, own)
             first = run(0)
             second: Rehearsed | None = None
             # integers may be indices, whose range is unknown. An index out of range is an error on the CPU, but may
@@ -81,6 +82,7 @@ def _run(
     kwargs: Kwargs,
     module: nn.Module | None,
     real_of: Mapping[int, Tensor],
+    own: Generators,
     seed: int,
     highest: int = 0,
 ) -> Rehearsed:
@@ -95,11 +97,12 @@ def _run(
     inputs = list(map(copy_of, tensors_in((args, kwargs))))
     with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
         args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
-        python = None if module is None else PythonState(module)
+        python = None if module is None else PythonState(module, own)
         mode = TouchedMode()
         with mode, mode.noting() as touched:
             result = function(*args, **kwargs)
-        is_stateful = python is not None and python.has_changed()
+        if python is not None:
+            python.note(touched)
     # the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
     fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
     reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
@@ -109,7 +112,7 @@ def _run(
     }
     return Rehearsed(
         pytree.tree_map(_described, result),
-        Touched(reads, writes, touched.draws_random, is_stateful),
+        replace(touched, reads=reads, writes=writes),
         {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
     )
 

@@ -27,6 +27,7 @@ Kwargs = dict[str, Any]
 class Touched:
     """The ids of the storages that operations read and wrote, and whether they drew random numbers.
 
+    ``generators``: the ids of the generators, of Python, NumPy or the model's own, from which they drew.
     ``is_stateful``: whether Python code changed attributes or drew random numbers, so that the next call may return
     another result.
     """
@@ -34,12 +35,14 @@ class Touched:
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
     draws_random: bool = False
+    generators: set[int] = field(default_factory=set)
     is_stateful: bool = False
 
     def add(self, other: Touched) -> None:
         self.reads |= other.reads
         self.writes |= other.writes
         self.draws_random |= other.draws_random
+        self.generators |= other.generators
         self.is_stateful |= other.is_stateful
 
 

@@ -41,7 +41,7 @@ def record(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
     import_dynamo()
-    random = RandomState()
+    random = RandomState(own=request.generators)
     plan = RunPlan()
     try:
         with within(request.autocast):
@@ -94,7 +94,7 @@ class _RecordedRun:
         # a meta tensor is on another rank; request.numbers has the buffer's values from before it moved there
         numbers = {**real, **{name: values for name, values in request.numbers.items() if real[name].is_meta}}
         real_of = {id(tensor): numbers[name] for name, tensor in stand_ins.items()}
-        self.recorder = Recorder(fake, real, stand_ins, before if plan.watch else ())
+        self.recorder = Recorder(fake, real, stand_ins, request.generators, before if plan.watch else ())
         self._calls = Calls(self.recorder, request, plan, real_of)
         is_value, calls = (lambda leaf: isinstance(leaf, Tensor)), self._calls
         self._regions = Regions(request, is_value, calls.keep_region, calls.rehearses)

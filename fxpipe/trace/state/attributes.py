@@ -147,7 +147,7 @@ class CaptureGuard:
         self.roots = request.roots[::-1]  # the model last, so that a module in both has its path in the model
         self.has_regions = bool(request.whole)
         self.paths = {id(vars(part)): path for root in self.roots for path, part in root.named_modules()}
-        self.own, self.random = CallAttributes(), RandomState()
+        self.own, self.random = CallAttributes(), RandomState(own=request.generators)
         self.snapshots: dict[nn.Module, Snapshot] = {}
 
     @contextlib.contextmanager

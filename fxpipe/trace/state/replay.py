@@ -18,7 +18,7 @@ from fxpipe.device import generators_of, is_accelerator
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.like import cast_batch
-from fxpipe.seeds import RandomState
+from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.modes import within
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, tensors_in
 from fxpipe.trace.patching import checkpoints_as, noting, patched
@@ -69,11 +69,12 @@ def checkpoints_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def same_draws(devices: Sequence[torch.device]) -> Iterator[None]:
-    """While this context is open, each random operator starts from one seed, and each module's call resets Python's and
-    NumPy's generators. So random numbers do not depend on earlier draws: stages draw in another order than the model.
+def same_draws(devices: Sequence[torch.device], own: Generators) -> Iterator[None]:
+    """While this context is open, each random operator starts from one seed, and each module's call resets Python's,
+    NumPy's and the ``own`` generators. So random numbers do not depend on earlier draws: stages draw in another order
+    than the model.
     """
-    draws, start = _Draws(devices), RandomState()
+    draws, start = _Draws(devices), RandomState(own=own)
 
     def begin(module: nn.Module, args: Any) -> None:
         draws.count()
@@ -149,7 +150,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
-            stack.enter_context(same_draws(devices))
+            stack.enter_context(same_draws(devices, request.generators))
         # the caller restores .data by a State
         for parameter in request.module.parameters() if request.compute is not None else ():
             if parameter.is_floating_point():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.device import is_accelerator
-from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import bytes_of, storage_id, version_of
+from fxpipe.seeds import Generators, RandomState, is_generator, set_state, state_of
+from fxpipe.torch_compat import storage_id, version_of
 from fxpipe.trace.state.contents import Taken, alike, walk
 
 MISSING: Any = object()
@@ -32,7 +28,8 @@ class Snapshot:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._taken: dict[int, tuple[str, Taken]] = {}
         self._tensors: dict[int, _TensorState] = {}
-        self._generators: dict[int, _GeneratorState] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
+        """A generator's id → the generator, its state."""
         for path, submodule in module.named_modules():
             self._attributes.append((path, vars(submodule), dict(vars(submodule))))
             own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
@@ -45,11 +42,11 @@ class Snapshot:
         for part in walk(value):
             if isinstance(part.value, Tensor):
                 self._keep(name, part.value)
+            elif is_generator(part.value):
+                self._generators.setdefault(id(part.value), (part.value, state_of(part.value)))
             # an object with several names is copied once, under its first name
             elif part.parts is not None and id(part.value) not in self._taken:
                 self._taken[id(part.value)] = name, Taken(part.value)
-            elif (ways := _generator(part.value)) is not None:
-                self._generators.setdefault(id(part.value), _GeneratorState(*ways, ways[0]()))
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         # Under a tracer each detach() takes a tenth of a millisecond or more, and every call makes a snapshot.
@@ -66,12 +63,8 @@ class Snapshot:
 
     @property
     def has_generators(self) -> bool:
-        """Whether the model holds random generators. ``changes`` does not report their draws; ``drawn`` does."""
+        """Whether the model holds random generators. ``changes`` does not report their draws."""
         return bool(self._generators)
-
-    def drawn(self) -> bool:
-        """Whether the state of a random generator that the model holds has changed."""
-        return any(state.get() != state.before for state in self._generators.values())
 
     def tensors(self) -> list[Tensor]:
         return [state.tensor for state in self._tensors.values()]
@@ -95,8 +88,8 @@ class Snapshot:
         """Undoes every change that ``changes`` can report, and restores random generators."""
         # A stack calls all of them, the last first, and then raises what one of them raised.
         with contextlib.ExitStack() as undo:
-            for generator in self._generators.values():
-                undo.callback(generator.put, generator.before)
+            for generator, before in self._generators.values():
+                undo.callback(set_state, generator, before)
             for state in self._tensors.values():
                 undo.callback(state.restore)
             for _, taken in self._taken.values():
@@ -133,47 +126,27 @@ class _TensorState:
             self.tensor.requires_grad_(self.requires_grad)
 
 
-class _GeneratorState(NamedTuple):
-    """The state of a random generator, to compare and to restore."""
-
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
-    before: Any
-
-
-def _generator(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """(the getter, the setter) of a random generator's state; None for other values."""
-    numpy = sys.modules.get("numpy")
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if isinstance(value, torch.Generator):
-        as_tensor = partial(torch.frombuffer, dtype=torch.uint8)
-        return lambda: bytes_of(value.get_state()), lambda state: value.set_state(as_tensor(bytearray(state)))
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return lambda: pickle.dumps(value.get_state()), lambda state: value.set_state(pickle.loads(state))
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state))
-    return None
-
-
 class State:
     """All state that a run of modules may change and that can be restored: the snapshots, the values of ``tensors``,
-    and the states of the global random generators."""
+    and the states of the global random generators and of the generators ``own``."""
 
     def __init__(
-        self, snapshots: Sequence[Snapshot], tensors: Iterable[Tensor], devices: Iterable[torch.device] = ()
+        self,
+        snapshots: Sequence[Snapshot],
+        tensors: Iterable[Tensor],
+        devices: Iterable[torch.device],
+        own: Generators,
     ) -> None:
-        self._snapshots, self._random = snapshots, RandomState(devices)
+        self._snapshots, self._random = snapshots, RandomState(devices, own=own)
         self.numbers = [Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], devices: Iterable[torch.device]) -> State:
+    def of(cls, modules: Sequence[nn.Module], devices: Iterable[torch.device], own: Generators) -> State:
         """The state of modules, with the values of all dense tensors that the modules hold."""
         snapshots = [Snapshot(module) for module in modules]
         tensors = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors()}
         plain = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized)
-        return cls(snapshots, plain, devices)
+        return cls(snapshots, plain, devices, own)
 
     def bumped(self) -> frozenset[int]:
         """The ids of the tensors whose version has changed since."""

@@ -22,7 +22,6 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.graph.stage_graph import first_names
 from fxpipe.like import ObjectLike
-from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import TorchDispatchMode, import_dynamo, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
@@ -361,7 +360,7 @@ class _SymbolicGuard(CaptureGuard):
         """TraceError if forward set autocast without a ``with`` block, or drew random numbers that no node records."""
         if ambient_autocast() != self._autocast:
             _refuse_autocast()
-        if RandomState() != self.random:
+        if self.random.moved():
             raise refuse(
                 DRAWN.format(where="while tracing"),
                 "draw with torch from a traced tensor (torch.rand_like(x)), or pass the number in as an input",

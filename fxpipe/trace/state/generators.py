@@ -1,0 +1,61 @@
+"""Random generators of a model's own: those that its modules' attributes, classes, functions and their globals hold."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fxpipe.seeds import is_generator
+from fxpipe.stage.with_loss import loss_module
+from fxpipe.trace.state.contents import is_library, walk
+
+
+def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
+    """The random generators that modules and functions can reach, by names that are the same on all ranks."""
+    found, seen = dict[str, Any](), set[int]()
+    waiting = deque[tuple[str, Any]](("loss_fn", each) for each in code)
+    for module in map(loss_module, code):
+        for path, part in () if module is None else module.named_modules():
+            waiting += [(f"{path}.{name}", value) for name, value in vars(part).items()]
+            users = (base for base in type(part).__mro__ if not is_library(base.__module__))
+            waiting += [(base.__qualname__, value) for base in users for value in vars(base).values()]
+    while waiting:
+        name, value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for part in walk(_unwrapped(value)):
+            inner = part.value
+            if is_generator(inner) and all(inner is not other for other in found.values()):
+                found[f"own {len(found)}: {name.lstrip('.')}"] = inner
+            elif isinstance(inner, types.FunctionType) and not is_library(inner.__module__ or ""):
+                waiting += [(inner.__qualname__, outside) for outside in _read_by(inner)]
+    return found
+
+
+def _unwrapped(value: Any) -> Any:
+    """The function of a property, a static method or a class method; other values as they are."""
+    if isinstance(value, property):
+        return value.fget
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _read_by(function: types.FunctionType) -> Iterator[Any]:
+    """The values that a function reads from its closure and its globals, and its parameters' defaults."""
+    names, codes = set[str](), [function.__code__]
+    for code in codes:  # the list grows
+        names.update(code.co_names)
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    homes = [function.__globals__]
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType) and not is_library(value.__name__):
+            homes.append(vars(value))
+    for home in homes:
+        yield from (home[name] for name in sorted(names & home.keys()))
+    for cell in function.__closure__ or ():
+        if cell != types.CellType():  # an empty cell
+            yield cell.cell_contents
+    yield from (function.__defaults__, function.__kwdefaults__)
