@@ -244,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _given_state(self) -> Iterator[None]:
         """The inner optimizer has what is in ``state``, under the tensors that it steps; then ``state`` follows it."""
-        targets = {target.piece.parameter: target for target in self._flat}
+        targets: dict[Tensor, Target] = {target.piece.parameter: target for target in self._flat}
         entries: dict[Any, Any] = {}
         for key, entry in self.state.items():
             if key in targets:
