@@ -696,7 +696,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def fsdp_without_hooks(shards: Sequence[Tensor]) -> Iterator[None]:
+def fsdp_without_hooks(shards: Sequence[Any]) -> Iterator[None]:
     """Keeps FSDP2 from calling hooks after accumulation on the shards: the unsharded parameters have called them."""
     tables = [shard._post_accumulate_grad_hooks for shard in shards]
     for shard in shards:

@@ -104,8 +104,8 @@ class Collective(NamedTuple):
         """The operation on bytes if it only copies: gloo and NCCL do not know every dtype (float8, for example)."""
         if self.operation not in ("all_gather", "broadcast"):
             return self
-        output, source = (t if t is None else t.view(-1).view(torch.uint8) for t in (self.output, self.input))
-        return self._replace(output=output, input=source)
+        source = None if self.input is None else self.input.view(-1).view(torch.uint8)
+        return self._replace(output=self.output.view(-1).view(torch.uint8), input=source)
 
     def alone(self) -> None:
         """Performs the operation for a group of a single rank."""

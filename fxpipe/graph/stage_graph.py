@@ -210,7 +210,7 @@ class StageGraph(Tabular):
         for stage in self.stages:
             for name, parameter in stage.parameters.items():
                 users.setdefault(parameter, {}).setdefault(stage.index, name)
-        return [(min(each.values()), one, tuple(each)) for one, each in users.items() if len(each) > 1]
+        return [(min(names.values()), shared, tuple(names)) for shared, names in users.items() if len(names) > 1]
 
     @property
     def tied(self) -> tuple[tuple[int, ...], ...]:

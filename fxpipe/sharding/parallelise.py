@@ -275,7 +275,7 @@ def _changed(graph: StageGraph, copies: Mapping[int, _StageCopy]) -> dict[int, T
             if new is not old and hooks_of(old):
                 raise RunError(
                     f"{name} has a hook, and parallelize has put another tensor in its place, which has none; register "
-                    "it in parallelize, on the new one (FSDP2 calls none), or change .grad behind forward_backward(...)"
+                    "it in parallelize (FSDP2 calls none), or change .grad behind forward_backward(...)"
                 )
             if changed.get(id(old), new) is not new:
                 if users[id(old)] == stage.name:
