@@ -105,8 +105,8 @@ def _is_sum(loss_of: Callable[[int], float]) -> bool:
 
     Two copies add S, and two more 2 S. A mean grows by noise alone, and a contrastive loss by ln 2 and ln 2.
     """
-    one, two = loss_of(1), loss_of(2)
-    return abs(two - one) > abs(one) / 4 and 1.5 < (loss_of(4) - two) / (two - one) < 2.5
+    single, twice = loss_of(1), loss_of(2)
+    return abs(twice - single) > abs(single) / 4 and 1.5 < (loss_of(4) - twice) / (twice - single) < 2.5
 
 
 _GATHER = 'they are gathered: fxpipe.stage_boundary(..., gather="batch")'
