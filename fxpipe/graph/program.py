@@ -53,8 +53,6 @@ class Program:
     module: nn.Module
     graph: fx.Graph
     constants: Mapping[str, Tensor] = field(default_factory=dict)
-    generators: Generators = field(default_factory=dict)
-    """The random generators of the model's own, by name."""
     tracer: str = ""
     """The tracer's name."""
     refusals: tuple[tuple[str, str], ...] = ()
@@ -91,6 +89,8 @@ class Program:
     shapes: Mapping[str, Shapes] = field(default_factory=dict)
     """Node name → the shapes of its value for a micro-batch of the example, under every tracer. Known to the passes of
     ``compile(passes=...)``; a node that needs real numbers may have none, and none has without an example."""
+    generators: Generators = field(default_factory=dict)
+    """The random generators of the model's own, by name."""
 
     @property
     def nodes(self) -> Reversible[Node]:

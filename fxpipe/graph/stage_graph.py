@@ -181,12 +181,12 @@ class StageGraph(Tabular):
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
     """The name of each value that passes between captured stages → how it is recorded."""
-    generators: Mapping[str, OwnGenerator] = field(default_factory=lambda: MappingProxyType({}))
-    """The random generators of the model's own, by name."""
     work: StageWork | None = None
     """The seconds of the stages, and their shares of the work, if known."""
     complete: Callable[[StageGraph], StageGraph] | None = field(default=None, compare=False)
     """Adds the figures that follow from the example's shapes; called when the graph is printed."""
+    generators: Mapping[str, OwnGenerator] = field(default_factory=lambda: MappingProxyType({}))
+    """The random generators of the model's own, by name."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

@@ -248,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         entries: dict[Any, Any] = {}
         for key, entry in self.state.items():
             if key in targets:
-                cut_to_fit(entry, targets[key], lambda: self._kept)
+                cut_to_fit(entry, targets[key], lambda: self._own_types)
             entries[targets[key].tensor if key in targets else key] = entry
         # in place: a wrapper, such as Lookahead, may share the dict with the optimizer inside it
         self._inner.state.clear()
@@ -265,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.state.update(entries)
 
     @functools.cached_property
-    def _kept(self) -> Mapping[str, torch.dtype]:
+    def _own_types(self) -> Mapping[str, torch.dtype]:
         """The keys of the tensors that the optimizer keeps, shaped like a parameter, and their types for float32."""
         entries = [initial_state(self._make, options_of(group), torch.zeros(1, 1)) for group in self.param_groups]
         values = [item for entry in entries for item in entry.items()]

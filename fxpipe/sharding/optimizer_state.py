@@ -117,10 +117,10 @@ def originals_of(originals: Mapping[str, Tensor], names: list[str]) -> Tensor | 
     return next((originals[name] for name in names if name in originals), None)
 
 
-def cut_to_fit(entry: Entry, target: Target, kept: Callable[[], Mapping[str, torch.dtype]]) -> None:
+def cut_to_fit(entry: Entry, target: Target, own_types: Callable[[], Mapping[str, torch.dtype]]) -> None:
     """Cuts the optimizer's values in an entry that the user has made like the parameter, for the stepped tensor.
 
-    ``kept``: returns the keys of the tensors that the optimizer keeps, and their types for a parameter in float32.
+    ``own_types``: returns the keys of the tensors that the optimizer keeps, and their types for a parameter in float32.
     """
     stepped, parameter = target.tensor, target.piece.parameter
     for key, value in entry.items() if stepped is not parameter else ():
@@ -128,8 +128,8 @@ def cut_to_fit(entry: Entry, target: Target, kept: Callable[[], Mapping[str, tor
             continue
         other_type = value.dtype == parameter.dtype != stepped.dtype
         other_device = value.device == parameter.device != stepped.device
-        if (other_type or other_device or value.shape != stepped.shape) and key in kept():
-            dtype = stepped.dtype if kept()[key] == torch.float32 else value.dtype
+        if (other_type or other_device or value.shape != stepped.shape) and key in own_types():
+            dtype = stepped.dtype if own_types()[key] == torch.float32 else value.dtype
             is_shard = is_dtensor(value) and not is_dtensor(stepped)
             part = local(value).view(-1) if is_shard else target.piece.part_of(value)
             entry[key] = part.to(stepped.device, dtype, copy=True)
