@@ -386,18 +386,16 @@ def launch(fn: Callable[..., T], nproc: int, *args: object) -> list[T]:
 
 def _pickled(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
     """The pickle of a call. New processes import a script's ``__main__``, and cannot import a notebook's."""
-    if hasattr(sys.modules["__main__"], "__file__"):
+    if getattr(fn, "__module__", "") != "__main__" or hasattr(sys.modules["__main__"], "__file__"):
         return pickle.dumps((fn, args))
     try:
         by_value: bytes = importlib.import_module("cloudpickle").dumps((fn, args))
-        return by_value
-    except ImportError:
-        if fn.__module__ != "__main__":
-            return pickle.dumps((fn, args))
-    raise RunError(
-        f"{fn.__qualname__} is defined in a notebook's cell or at a prompt, and new processes cannot import it; pip "
-        "install cloudpickle, or write the cell to a module with %%writefile my_module.py, and import it"
-    )
+    except ImportError as error:
+        raise RunError(
+            f"{fn.__qualname__} is defined in a notebook's cell or at a prompt, and new processes cannot import it; "
+            "pip install cloudpickle, or write the cell to a module with %%writefile my_module.py, and import it"
+        ) from error
+    return by_value
 
 
 class _Outcome(NamedTuple):
