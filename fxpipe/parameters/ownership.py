@@ -98,7 +98,10 @@ class _RankPart(_LooksLike):
 
     def __getattr__(self, name: str) -> Any:
         """The original's plain attributes, such as ``in_features``, for reading."""
-        found = getattr(vars(self)[_ORIGINAL], name, None) if name[:2] != "__" and _ORIGINAL in vars(self) else None
+        original = vars(self).get(_ORIGINAL)
+        # a model's own __getattr__ is not asked for a submodule: under Lightning it refuses metrics in a capture
+        is_plain = original is not None and name[:2] != "__" and name not in original._modules
+        found = getattr(original, name, None) if is_plain else None
         if found is None or isinstance(found, (Tensor, nn.Module)):
             return super().__getattr__(name)
         if callable(found):
@@ -205,7 +208,7 @@ def _submodule(root: _RankPart, path: str) -> nn.Module:
     part: nn.Module = root
     for name in path.split(".") if path else ():
         if name not in part._modules:
-            part.add_module(name, _RankPart(vars(part)[_ORIGINAL].get_submodule(name)))
+            part.add_module(name, _RankPart(vars(part)[_ORIGINAL]._modules[name]))
         part = part.get_submodule(name)
     return part
 
