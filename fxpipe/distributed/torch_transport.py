@@ -250,7 +250,7 @@ class DistributedTransport:
     def gather(self, scope: str, item: Any) -> list[Any]:
         if scope == "all":
             values = self._over_axes(item)
-            return [values[place] for place in self._places]
+            return [values[index] for index in self._order]
         self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return [item]
@@ -266,8 +266,8 @@ class DistributedTransport:
         return values
 
     @cached_property
-    def _places(self) -> list[int]:
-        """Each rank's place in the results of ``_over_axes``. All ranks ask for them in the same call of ``gather``."""
+    def _order(self) -> list[int]:
+        """Each rank's index in the results of ``_over_axes``. All ranks ask for them in the same call of ``gather``."""
         ranks = self._over_axes(self.rank)
         return sorted(range(len(ranks)), key=ranks.__getitem__)
 

@@ -71,7 +71,7 @@ class _Laps(ListScheduler):
         deepest = max((depth for depth, trained in zip(problem.depth, backward, strict=True) if trained), default=1)
         self.most = [min(max(self.warm_up) + 1, deepest * sum(backward[s] for s in on)) for on in problem.stages_of]
         self.in_flight = [0] * problem.ranks
-        self.held = [0] * problem.ranks
+        self.unfinished = [0] * problem.ranks
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
         # All ranks wait. The first rank that could run a forward instead of a backward does so. Such a rank exists:
@@ -82,7 +82,12 @@ class _Laps(ListScheduler):
             return True
         if kind == 0 and forced and not self._forward_is_next(rank):
             self.warm_up[rank] += 1
-        if kind == 0 and not forced and self.held[rank] >= self.most[rank] and self.held[rank] > self.in_flight[rank]:
+        if (
+            kind == 0
+            and not forced
+            and self.unfinished[rank] >= self.most[rank]
+            and self.unfinished[rank] > self.in_flight[rank]
+        ):
             return False
         return (kind == 0) == self._forward_is_next(rank)
 
@@ -98,7 +103,7 @@ class _Laps(ListScheduler):
         ((stage, op, *_),) = self.units.actions[unit]
         if self.backward[stage]:
             self.in_flight[rank] += {Op.F: 1, Op.W: 0}.get(op, -1)
-            self.held[rank] += {Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0)
+            self.unfinished[rank] += {Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0)
 
 
 def _line(op: Op, stages: Iterable[int], groups: Iterable[range]) -> Iterator[Unit]:
