@@ -82,12 +82,8 @@ class _Laps(ListScheduler):
             return True
         if kind == 0 and forced and not self._forward_is_next(rank):
             self.warm_up[rank] += 1
-        if (
-            kind == 0
-            and not forced
-            and self.unfinished[rank] >= self.most[rank]
-            and self.unfinished[rank] > self.in_flight[rank]
-        ):
+        held_back = self.unfinished[rank] > self.in_flight[rank] and self.unfinished[rank] >= self.most[rank]
+        if kind == 0 and held_back and not forced:
             return False
         return (kind == 0) == self._forward_is_next(rank)
 
