@@ -28,11 +28,31 @@ KINDS = {
     "Random": lambda: random.Random(5).uniform,
     "torch": lambda: torch.Generator().manual_seed(5),
     "closure": lambda: closed_over(random.Random(5)),
+    "builtin": lambda: random.Random(5).random,
+    "object": lambda: Draws(random.Random(5)),
+    "class": lambda: Draws.of_class(random.Random(5)),
 }
 
 
 def closed_over(generator: random.Random) -> Any:
     return lambda: generator.random()
+
+
+class Draws:
+    """An object whose method reads a global: the generator, or a class that holds it."""
+
+    generator: random.Random
+
+    def __init__(self, generator: random.Random) -> None:
+        globals()["HELD"] = generator
+
+    def __call__(self) -> float:
+        return HELD.random()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+    @staticmethod
+    def of_class(generator: random.Random) -> Any:
+        Draws.generator = generator
+        return lambda: Draws.generator.random()
 
 
 class Guided(nn.Module):

@@ -66,6 +66,8 @@ def _reading_of(cls: type, is_open: bool = False) -> _Reading:
         return _Reading(captured_by)
     if cls is types.MethodType:
         return _Reading(lambda method: [method.__func__, method.__self__])
+    if cls is types.BuiltinMethodType:  # such as random.Random(0).random; of a function, __self__ is its module
+        return _Reading(lambda method: [method.__self__])
     if issubclass(cls, functools.partial):
         return _Reading(lambda partial: [partial.func, partial.args, partial.keywords])
     if issubclass(cls, _CLOSED):

@@ -14,13 +14,12 @@ from fxpipe.trace.state.contents import is_library, walk
 
 def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
     """The random generators that modules and functions can reach, by names that are the same on all ranks."""
-    found, seen = dict[str, Any](), set[int]()
+    found, seen, classes = dict[str, Any](), set[int](), set[type]()
     waiting = deque[tuple[str, Any]](("loss_fn", each) for each in code)
     for module in map(loss_module, code):
         for path, part in () if module is None else module.named_modules():
             waiting += [(f"{path}.{name}", value) for name, value in vars(part).items()]
-            users = (base for base in type(part).__mro__ if not is_library(base.__module__))
-            waiting += [(base.__qualname__, value) for base in users for value in vars(base).values()]
+            waiting.append((path, part))
     while waiting:
         name, value = waiting.popleft()
         if id(value) in seen:
@@ -32,6 +31,12 @@ def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
                 found[f"own {len(found)}: {name.lstrip('.')}"] = inner
             elif isinstance(inner, types.FunctionType) and not is_library(inner.__module__ or ""):
                 waiting += [(inner.__qualname__, outside) for outside in _read_by(inner)]
+            else:  # the methods of an object may read globals
+                users = [
+                    base for base in type(inner).__mro__ if base not in classes and not is_library(base.__module__)
+                ]
+                classes |= set(users)
+                waiting += [(base.__qualname__, value) for base in users for value in vars(base).values()]
     return found
 
 
@@ -51,7 +56,7 @@ def _read_by(function: types.FunctionType) -> Iterator[Any]:
     homes = [function.__globals__]
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
-        if isinstance(value, types.ModuleType) and not is_library(value.__name__):
+        if isinstance(value, types.ModuleType | type) and not is_library(getattr(value, "__module__", value.__name__)):
             homes.append(vars(value))
     for home in homes:
         yield from (home[name] for name in sorted(names & home.keys()))
