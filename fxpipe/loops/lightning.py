@@ -367,16 +367,12 @@ class _CapturedModule:
 
         def log(module: Any, name: str, value: Any, *args: Any, **options: Any) -> None:
             is_tensor, is_proxy = isinstance(value, Tensor), isinstance(value, torch.fx.Proxy)
-            is_count = is_tensor and self._trains and not value.is_floating_point()
-            if is_count or not (is_tensor or is_proxy) or (is_proxy and value.node.target == "item"):
-                kind = str(value.dtype) if is_tensor else "number"
-                self.refuse(f"self.log({name!r}) is given a {kind}", "log a floating-point tensor, a mean over rows")
+            if not (is_tensor or is_proxy) or (is_proxy and value.node.target == "item"):
+                self.refuse(f"self.log({name!r}) is given a number", "log a tensor: a mean over rows, or a count")
             names = list(inspect.signature(LightningModule.log).parameters)[3:]
             options |= dict(zip(names, args, strict=False))
             options.pop("batch_size", None)  # of a micro-batch; Lightning counts the batch
-            value = value.detach().reshape(())
-            # A mean raises for integers, whose kind a symbolic trace does not know: training would average counts.
-            self._outputs[f"log {name}"] = value.mean() if self._trains else value
+            self._outputs[f"log {name}"] = value.detach().reshape(())
             self._options[f"log {name}"] = options
 
         def log_dict(module: Any, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:

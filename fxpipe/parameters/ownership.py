@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
@@ -111,6 +111,16 @@ class _RankPart(_LooksLike):
                 f"before fxpipe.compile{update * (name == 'reset_running_stats')}"
             )
         return found
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """The rank's parts of a container, or their names in an ``nn.ModuleDict``."""
+        return iter(self._modules if isinstance(self, nn.ModuleDict) else self._modules.values())
 
     @property
     def training(self) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
-from types import NoneType
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.progress import log
-from fxpipe.validation import is_number, shown
+from fxpipe.torch_compat import tensors_in
+from fxpipe.validation import is_number, is_whole, shown
 
 
 class Sum(NamedTuple):
@@ -52,7 +52,7 @@ class MicrobatchLoss(NamedTuple):
     """The loss of a micro-batch. ``count`` is None for a mean, the number of items for a ``Sum``.
 
     ``metrics``: the other scalars that the model returned with the loss: numbers, 0-dimensional tensors, or a ``Sum``.
-    ``left_out``: the names of other tensors, which a step does not return.
+    ``left_out``: the names of other tensors, and of containers of tensors, which a step does not return.
     """
 
     value: Tensor
@@ -74,9 +74,7 @@ def read_loss(result: Any) -> MicrobatchLoss:
         loss = result["loss"]
         others = {name: item for name, item in result.items() if name != "loss"}
         metrics = {name: item for name, item in others.items() if _is_metric(item)}
-        left_out = tuple(
-            name for name in others if name not in metrics and isinstance(others[name], (Tensor, NoneType))
-        )
+        left_out = tuple(n for n, item in others.items() if n not in metrics and (item is None or tensors_in(item)))
     count = None
     if isinstance(loss, Sum):
         loss, count = loss
@@ -139,10 +137,10 @@ def step_dtype(number: torch.dtype) -> torch.dtype:
 
 
 def is_mean(number: Any) -> bool:
-    """Whether numbers of micro-batches are averaged; integers are added."""
+    """Whether numbers of micro-batches are averaged; integers and tensors of bools are added."""
     if isinstance(number, Tensor):
         return number.is_floating_point() or number.is_complex()
-    return not isinstance(number, Integral)
+    return not is_whole(number)
 
 
 Column = tuple[str, str]

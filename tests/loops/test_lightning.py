@@ -56,6 +56,7 @@ class Classifier(LightningModule):
         output = self(x)
         loss = F.cross_entropy(output, y)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log("hits", (output.argmax(-1) == y).sum())
         return {"loss": loss, "right": (output.argmax(-1) == y).float().mean()}
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -102,7 +103,8 @@ class Numbers(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        self.of += [float(outputs["loss"]), float(outputs["right"]), *rates]
+        hits = trainer.callback_metrics.get("hits", 0.0)
+        self.of += [float(outputs["loss"]), float(outputs["right"]), float(hits), *rates]
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         self.of += [float(trainer.callback_metrics[name]) for name in ("val_loss", "val_accuracy")]

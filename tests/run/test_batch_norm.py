@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 import fxpipe
@@ -82,3 +83,12 @@ def test_loops_over_the_modules_of_a_rank_find_the_models_classes() -> None:
     module.get_submodule("0.last").eval()
     assert not model[0].last.training
     assert pickle.loads(pickle.dumps(module)).state_dict().keys() == module.state_dict().keys()
+
+
+def test_loops_over_containers_of_a_rank_walk_its_parts() -> None:
+    """torch's ``is_parametrized`` takes the length of a container: it raised a TypeError."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    module = fxpipe.compile(model, fxpipe.Topology([("pipe", 1)]), microbatches=2, loss_fn=torch.mean).module
+    assert [*map(is_parametrized, module.modules())] == [*map(is_parametrized, model.modules())]
+    (parts,) = (part for part in module.modules() if isinstance(part, nn.ModuleDict))
+    assert (len(parts), [*parts], "weight" in parts, bool(parts)) == (1, ["weight"], True, True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.stage.loss import StepLoss, combined_metrics, read_loss
+from fxpipe.stage.loss import StepLoss, columns_of, combined_metrics, read_loss
 from tests.strict_transport import run_strict
 
 HERE = torch.get_default_device()
@@ -96,6 +96,15 @@ NO_LOSS: list[tuple[Any, str]] = [
     ((torch.ones(2), torch.tensor(1.0)), ITEM),
     ({0: torch.ones(2), 1: torch.tensor(1.0)}, ITEM),
 ]
+
+
+def test_tensors_that_a_step_does_not_return_are_named_in_containers_too() -> None:
+    """As DETR returns the terms of its loss. A Python bool is an option of the model, and no count."""
+    one = torch.tensor(1.0)
+    result = {"loss": one, "loss_dict": {"loss_ce": one}, "logits": torch.ones(2), "sizes": (3, 4), "on": True, "n": 3}
+    part = read_loss(result)
+    assert part.left_out == ("loss_dict", "logits")
+    assert columns_of(part.metrics) == {("on", "mean"): True, ("n", "integer"): 3}
 
 
 @pytest.mark.parametrize(("result", "told"), NO_LOSS)
