@@ -24,13 +24,13 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.program import Program, called_in
-from fxpipe.graph.ranks import Placement, ranks_of
+from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
 from fxpipe.progress import log, progress
-from fxpipe.schedules import Family, ScheduleName, placement_for, with_costs
+from fxpipe.schedules import Family, NotFolded, ScheduleName, placement_for, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
@@ -168,6 +168,8 @@ def balance(
             continue
         # Coarser cuts are searched first; a finer cut replaces the result if it gains enough.
         result = choice.of_blocks(piece_of, how).unless(result, GAIN)
+    if is_cut and isinstance(refused, NotFolded):
+        raise refused.named(program.stage_names) from None
     if result is None:
         raise refused or AssertionError
     if not is_cut:
@@ -284,9 +286,15 @@ class Balancing:
 
     def placement_of(self, stages: int) -> Placement | None:
         """The ranks of the stages, if neither the user nor a search is to choose them: of cuts, or of the family."""
-        if self.found is not None:
-            return self.found.placement
-        return placement_for(self.options.schedule, stages, self.topology.size("pipe"))
+        ranks = self.topology.size("pipe")
+        if self.found is None:
+            return placement_for(self.options.schedule, stages, ranks)
+        if rank_count(self.found.placement) != ranks:
+            raise PartitionError(
+                f"boundaries= gives cuts for {rank_count(self.found.placement)} pipe ranks, and the topology has "
+                f'{ranks}; give placement=, or search again, with boundaries="auto"'
+            )
+        return self.found.placement
 
     @property
     def hardware(self) -> Hardware:

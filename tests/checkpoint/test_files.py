@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,6 +29,7 @@ from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.checkpoint.files.reader import METADATA, FolderReader, read_metadata
 from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
 from fxpipe.checkpoint.files.writer import RankPlan
+from fxpipe.distributed.topology import Topology
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.weights import Weights
 from tests.pool import Pool, forking
@@ -376,6 +378,11 @@ def test_plain_data_comes_back(value: Any) -> None:
     found = from_plain(json.loads(json.dumps(tree)), tensors)
     assert found == value
     assert repr(found) == repr(dict(value) if isinstance(value, OrderedDict) else value)  # 1 is not True
+
+
+def test_a_whole_number_of_another_type_comes_back_as_an_int() -> None:
+    for number in (Topology([("pipe", 2)]).rank, np.int64(0)):
+        assert type(to_plain(number, "value")[0]) is int
 
 
 def test_tensors_come_back_and_equal_ones_are_kept_once() -> None:

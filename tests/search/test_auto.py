@@ -169,6 +169,8 @@ def test_cuts_of_another_program_are_refused(tmp_path: Path) -> None:
     cuts = compiled("symbolic", 2).cuts
     with pytest.raises(PartitionError, match="another program: symbolic captured the model for them, export now"):
         compiled("export", 2, boundaries=cuts)
+    with pytest.raises(PartitionError, match="gives cuts for 2 pipe ranks, and the topology has 3; give placement="):
+        compiled("symbolic", 3, boundaries=cuts)
     (tmp_path / "cuts.json").write_text('{"stages": []}')
     with pytest.raises(PartitionError, match="holds no cuts of fxpipe"):
         fxpipe.Cuts.read(tmp_path / "cuts.json")

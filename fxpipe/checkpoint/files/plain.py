@@ -20,6 +20,7 @@ from torch import Tensor
 from fxpipe.checkpoint.files.pieces import plain_of
 from fxpipe.errors import CheckpointError
 from fxpipe.torch_compat import bytes_of
+from fxpipe.validation import is_whole
 
 PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, and tensors"
 
@@ -66,6 +67,8 @@ def from_plain(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:
 def _to_plain(value: Any, what: str, tensors: dict[str, Tensor]) -> Tree:
     if type(value) in (type(None), bool, int, float, str):
         return value
+    if is_whole(value):  # topo.rank, or NumPy's
+        return int(value)
     if type(value) is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if isinstance(value, Tensor):

@@ -51,7 +51,8 @@ class _Laps(ListScheduler):
     A rank warms up with the forwards that it needs until the first backward reaches it: a group for each of its stages
     but the last, and the way from there to the sink and back. Then one forward, one backward. If that would deadlock,
     the waiting ranks run further forwards. With halves, each rank holds until W what the first rank holds until I, and
-    at most D micro-batches for each of its stages: then a W precedes the next forward.
+    at most D micro-batches for each of its stages, and one more where ranks would deadlock: then a W precedes the next
+    forward.
     """
 
     def __init__(self, problem: Problem, groups: Sequence[range], split: bool) -> None:
@@ -70,6 +71,8 @@ class _Laps(ListScheduler):
         self.warm_up = [hop * (problem.depth[on[-1]] - 1) + (len(on) - 1) * group for on in problem.stages_of]
         deepest = max((depth for depth, trained in zip(problem.depth, backward, strict=True) if trained), default=1)
         self.most = [min(max(self.warm_up) + 1, deepest * sum(backward[s] for s in on)) for on in problem.stages_of]
+        if split:
+            self.warm_up = [min(least, most - 1) for least, most in zip(self.warm_up, self.most, strict=True)]
         self.in_flight = [0] * problem.ranks
         self.unfinished = [0] * problem.ranks
 

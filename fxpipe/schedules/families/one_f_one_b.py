@@ -77,24 +77,12 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     """The order of ``laps`` on a chain whose p·v stages go round p ranks, for m ≥ p: idle (p − 1)(F + B) a rank.
 
     On other graphs and placements that order can be far from optimal: the result is the shortest of its tables and 1F1B
-    at F = 1 and B = 2, within the limits. The schedule's name says "1f1b" if 1F1B is the shortest, and "laps" if no
-    micro-batch returns to a rank.
+    at F = 1 and B = 2, within the limits. Where that is 1F1B, the schedule's name says "1f1b".
     """
     if problem.is_grouped:
         return one_f_one_b(problem)
     best = shortest_of(problem, [*(() if problem.one_stage_a_rank else laps(problem)), one_f_one_b])
-    if best.maker is one_f_one_b:
-        return Chosen.of(best.rows, "1f1b")
-    return best.rows if goes_round(problem) else Chosen.of(best.rows, "laps")
-
-
-def goes_round(problem: Problem) -> bool:
-    """Whether a micro-batch, in forward, returns to a rank that it has left."""
-    home, left = problem.homes, [set[int]() for _ in problem.placement]
-    for stage in problem.order:
-        for target in problem.targets[stage]:
-            left[target] |= left[stage] | ({home[stage]} - {home[target]})
-    return any(home[stage] in left[stage] for stage in problem.order)
+    return Chosen.of(best.rows, "1f1b") if best.maker is one_f_one_b else best.rows
 
 
 # --- greedy ---

@@ -38,7 +38,7 @@ from fxpipe.schedules.schedule import Row
 
 def zb_h1(problem: Problem) -> tuple[Row, ...]:
     """Rows with d(s) warm-up forwards, then I_j, W_{j − (D − d(s))} and the next F; peak D at every stage, or D
-    for each stage of a rank.
+    for each stage of a rank (1 more where ranks would deadlock).
 
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). If a rank has
     several stages, the shortest of ``laps`` and list scheduling with the same caps, for F = I = W = 1: 3mv + p − 1 on
