@@ -30,7 +30,7 @@ from fxpipe.schedules.action import Action, Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
 from fxpipe.schedules.families.laps import laps
-from fxpipe.schedules.families.limits import Maker, shortest, shortest_of
+from fxpipe.schedules.families.limits import shortest, shortest_of
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.schedule import Row
@@ -61,15 +61,7 @@ def in_halves(problem: Problem) -> tuple[Row, ...]:
         return tuple(_h1_row(problem, stage, deepest) for (stage,) in problem.stages_of)
     most, costs = (deepest,) * len(problem.placement), Costs.of(len(problem.placement))
     listed = partial(list_schedule, costs=costs, caps=problem.depth, priority=backward_first, weight_caps=most)
-    return shortest_of(problem, [*filter(partial(_is_within, problem), laps(problem, split=True)), listed]).rows
-
-
-def _is_within(problem: Problem, maker: Maker) -> bool:
-    """Whether each rank holds at most D micro-batches for each of its stages that are trained."""
-    most = min(_deepest(problem), problem.microbatches)
-    peaks = problem.table(maker(problem)).simulate(activation_bytes=1).peak_bytes or ()
-    trained = (sum(problem.backward[stage] for stage in stages) for stages in problem.stages_of)
-    return all(peak <= most * count for peak, count in zip(peaks, trained, strict=True))
+    return shortest_of(problem, [*laps(problem, split=True), listed]).rows
 
 
 def _deepest(problem: Problem) -> int:
