@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class OutputRows:
         first = column[0]
         if isinstance(first, Sum):
             return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
-        if is_number(first):
+        if is_number(first) and len(where) < 2:  # deeper numbers are sizes or settings, and the same for all
             weighed = (number * share for number, share in zip(column, shares, strict=True) if share)
             return sum(weighed) if is_mean(first) else sum(column)
         if not isinstance(first, Tensor):
@@ -209,15 +210,16 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     if transport.data_size == 1:
         return output
     leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
+    own = _indices_of_own_numbers(output)
 
-    def numbers_in(leaf: Any) -> Sequence[Any]:
+    def numbers_in(leaf: Any, index: int) -> Sequence[Any]:
         """The numbers of a leaf that replicas add up."""
         if isinstance(leaf, Sum):
             return () if is_of_all else leaf
-        is_scalar = is_number(leaf) or (isinstance(leaf, Tensor) and not leaf.dim())
+        is_scalar = index in own or (isinstance(leaf, Tensor) and not leaf.dim())
         return (leaf,) if is_scalar and (is_mean(leaf) or not is_of_all) else ()
 
-    numbers = [number for leaf in leaves for number in numbers_in(leaf)]
+    numbers = [number for index, leaf in enumerate(leaves) for number in numbers_in(leaf, index)]
     kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]
     if everyone := differing(transport, "data", f"{spec} of {', '.join(kinds)}" if numbers else "none"):
         raise RunError(
@@ -232,9 +234,16 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     transport.all_reduce("data", message)
     sums = iter(map(_of_type, numbers, message))
     for index, leaf in enumerate(leaves):
-        if totals := [next(sums) for _ in numbers_in(leaf)]:
+        if totals := [next(sums) for _ in numbers_in(leaf, index)]:
             leaves[index] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _indices_of_own_numbers(output: Any) -> set[int]:
+    """The indices, among the leaves of an output, of Python's numbers in its outermost container."""
+    children = one_level(output, Sum)[0]
+    counts = (len(pytree.tree_leaves(child, is_leaf=lambda node: isinstance(node, Sum))) for child in children)
+    return {index for index, child in zip(accumulate(counts, initial=0), children, strict=False) if is_number(child)}
 
 
 def _of_type(number: Any, total: Tensor) -> Any:

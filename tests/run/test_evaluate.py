@@ -79,6 +79,7 @@ def everything(logits: Tensor, labels: Tensor) -> dict[str, Any]:
         "right": (logits.argmax(2) == labels).sum(),
         "peak": torch.complex(of_rows(logits, labels), logits.mean()),
         "words": "as they are",
+        "size": (3, 4),
     }
 
 
@@ -169,7 +170,7 @@ def test_of_a_dict_the_numbers_are_the_whole_batchs_and_the_rows_the_replicas(
         for name in ("loss", "right", "peak"):
             assert_number(got[name], wanted[name])
         torch.testing.assert_close(got["logits"], wanted["logits"].split(list(rows))[replica])
-        assert got["words"] == "as they are"
+        assert (got["words"], got["size"]) == ("as they are", (3, 4))
 
 
 @one_engine
