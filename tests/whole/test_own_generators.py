@@ -109,6 +109,16 @@ def test_where_two_stages_draw_neither_schedule_nor_placement_changes_the_draws(
         assert_run(engines(engine)(2, partial(trained, TWO, TWO.batches(3), **BATCH, **options)), wanted)
 
 
+def test_a_generator_that_replaces_another_is_seeded_in_the_stages_behind_the_first_too() -> None:
+    losses, options = [], list[dict[str, Any]]([{}, {"schedule": "gpipe", "recompute": True}])
+    for each in options:
+        model: Any = TWO.model()
+        forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=4, **each, **BATCH)
+        model.second.draw = model.head.draw = np.random.default_rng(9).random
+        losses.append([float(forward_backward(**ONE.batch(number))) for number in range(3)])
+    assert losses[0] == losses[1]
+
+
 def test_the_stages_behind_the_first_draw_as_often_as_they_ought_to() -> None:
     """400 fair draws in a stage are within 5 standard deviations, 50, of 200."""
     model: Any = Guiding("Random", 2)
