@@ -44,10 +44,10 @@ class Draws:
     generator: random.Random
 
     def __init__(self, generator: random.Random) -> None:
-        globals()["HELD"] = generator
+        globals()["CURRENT"] = generator
 
     def __call__(self) -> float:
-        return HELD.random()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+        return CURRENT.random()  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
     @staticmethod
     def of_class(generator: random.Random) -> Any:
