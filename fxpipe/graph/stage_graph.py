@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tabulate import tabulate
 from torch import Tensor, fx, nn
@@ -29,9 +29,11 @@ from fxpipe.torch_compat import hook_tables, pytree, tensors_in
 from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 
 
-class OwnGenerator(NamedTuple):
+@dataclass
+class OwnGenerator:
     """A random generator of the model's own. In ``stage``, the first that draws from it, its state goes on from draw to
-    draw as in the model; in the other stages it is seeded. None: no stage was seen to draw."""
+    draw as in the model; in the other stages it is seeded. None: no stage was seen to draw. A step sets ``value`` to
+    the generator that the user has put in its place."""
 
     value: Any
     stage: int | None

@@ -44,10 +44,10 @@ class Draws:
     generator: random.Random
 
     def __init__(self, generator: random.Random) -> None:
-        globals()["HELD"] = generator
+        globals()["CURRENT"] = generator
 
     def __call__(self) -> float:
-        return HELD.random()  # type: ignore[name-defined,no-any-return]  # noqa: F821
+        return CURRENT.random()  # type: ignore[name-defined,no-any-return]  # noqa: F821
 
     @staticmethod
     def of_class(generator: random.Random) -> Any:
@@ -107,6 +107,16 @@ def test_where_two_stages_draw_neither_schedule_nor_placement_changes_the_draws(
     others: list[dict[str, Any]] = [{"schedule": "gpipe", "recompute": True}, {"schedule": "zb_h1", "tracer": "record"}]
     for engine, options in zip(["distributed", "strict 1"], others, strict=True):
         assert_run(engines(engine)(2, partial(trained, TWO, TWO.batches(3), **BATCH, **options)), wanted)
+
+
+def test_a_generator_that_replaces_another_is_seeded_in_the_stages_behind_the_first_too() -> None:
+    losses, options = [], list[dict[str, Any]]([{}, {"schedule": "gpipe", "recompute": True}])
+    for each in options:
+        model: Any = TWO.model()
+        forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=4, **each, **BATCH)
+        model.second.draw = model.head.draw = np.random.default_rng(9).random
+        losses.append([float(forward_backward(**ONE.batch(number))) for number in range(3)])
+    assert losses[0] == losses[1]
 
 
 def test_the_stages_behind_the_first_draw_as_often_as_they_ought_to() -> None:

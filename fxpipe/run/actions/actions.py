@@ -227,7 +227,7 @@ class _BoundAction:
         halved = executor.kind.training and (action.stage, action.microbatch) in executor.table.halves
         forward: Run = stage.forward_in_halves if halved else stage.forward
         autocast, generators = executor.kind.autocast, executor.graph.generators
-        seeds = {name: each.value for name, each in generators.items() if each.stage != stage.index}
+        seeded_here = {name: each for name, each in generators.items() if each.stage != stage.index}
         if not (stage.draws_random or autocast):
             return forward
 
@@ -237,7 +237,8 @@ class _BoundAction:
                     stack.enter_context(within(autocast))
                 if stage.draws_random:
                     seed = executor.step.seed(action.stage, action.microbatch)
-                    stack.enter_context(seeded(seed, executor.device, stage.runs_python, seeds))
+                    own = {name: each.value for name, each in seeded_here.items()}
+                    stack.enter_context(seeded(seed, executor.device, stage.runs_python, own))
                 return forward(*inputs)
 
         return run

@@ -7,16 +7,15 @@ R  runs the forward from F's state and with F's random numbers, and then restore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.graph.stage_graph import Stage, StageGraph
+from fxpipe.graph.stage_graph import OwnGenerator, Stage, StageGraph
 from fxpipe.parameters.dtensors import local
-from fxpipe.seeds import Generators
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.stage_calls import Saved
 from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
@@ -151,7 +150,7 @@ class SideEffects:
     is an error, since no copy of that tensor was made. On a GPU, writes by ``.data`` are found in the first step alone.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], own: Generators) -> None:
+    def __init__(self, modules: Iterable[nn.Module], own: Mapping[str, OwnGenerator]) -> None:
         self._module, self._own = nn.ModuleList(modules), own
         self._written, self._is_new = dict[int, Tensor](), True
         self.needs_graph = False  # whether forward differentiates
@@ -179,7 +178,8 @@ class SideEffects:
 
     def state(self, device: torch.device) -> State:
         """The present state of all that forward changes besides parameters, random numbers included."""
-        return State([self._snapshot()], self._writes, [device], self._own)
+        own = {name: each.value for name, each in self._own.items()}
+        return State([self._snapshot()], self._writes, [device], own)
 
     def learn(self, before: State) -> None:
         """Finds the tensors that a step's first forward has written. ``before``: the state at its beginning."""
@@ -239,8 +239,7 @@ class EffectsOf:
             # Modules that opaque methods call are parts of the stage's module; the methods' owners are not.
             owners = [_Shallow(part.owner) for part in opaque_calls(call) if part.is_method]
             modules = [*([module] if isinstance(module, nn.Module) else []), *owners]
-            generators = {name: each.value for name, each in graph.generators.items()}
-            self._known[id(call)] = call, SideEffects(modules, generators)
+            self._known[id(call)] = call, SideEffects(modules, graph.generators)
         return self._known[id(call)][1]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -27,7 +27,7 @@ from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import of_groups
-from fxpipe.graph.stage_graph import Edge
+from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.labels import label
 from fxpipe.like import cast_batch
 from fxpipe.numerics.fingerprint import positions_of
@@ -154,13 +154,19 @@ class Steps:
         """The random generators of the model's own, by name. ``of_rank``: only those whose state goes on in a stage of
         this rank."""
         graph, rank = self.agreement.planning.first.graph, self.transport.pipe_rank
-        # the user may have replaced a generator since compile
-        now = own_generators(self.module, self._options.loss_fn) if graph.generators else {}
+        self._renew_generators([graph])
         return {
-            name: now.get(name, value)
-            for name, (value, stage) in graph.generators.items()
-            if not of_rank or (stage is not None and rank in (None, *graph.ranks(stage)))
+            name: each.value
+            for name, each in graph.generators.items()
+            if not of_rank or (each.stage is not None and rank in (None, *graph.ranks(each.stage)))
         }
+
+    def _renew_generators(self, graphs: Iterable[StageGraph]) -> None:
+        """Finds the model's own random generators anew, as the user may have replaced them."""
+        known = [item for graph in graphs for item in graph.generators.items()]
+        now = own_generators(self.module, self._options.loss_fn) if known else {}
+        for name, each in known:
+            each.value = now.get(name, each.value)
 
     def check_trained(self, error: type[FxpipeError] = RunError) -> None:
         """Raises an error inside of ``with average.applied():``, for a call that needs the trained parameters."""
@@ -388,6 +394,7 @@ class Steps:
         training: bool,
         proves: bool = False,
     ) -> StepInput:
+        self._renew_generators(agreed.plan.graphs)
         number, replica, precision = self.number, self.transport.data_rank, self._options.precision
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
