@@ -30,8 +30,9 @@ from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
 from fxpipe.progress import log, progress
-from fxpipe.schedules import Family, NotFolded, ScheduleName, placement_for, with_costs
+from fxpipe.schedules import Family, ScheduleName, placement_for, with_costs
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.families.zero_bubble import NotFolded
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import StageWork, in_ms

@@ -259,7 +259,7 @@ def search(
     # end, the best layouts of different origins are simulated with all micro-batches.
     few = microbatches if work.gather else min(microbatches, 4 * ranks)
     memories = [memory] if memory is None else [memory, None]  # a layout cut only for speed may fit, too
-    made = partial(recipes, work, ranks, few, folds=family.family in FOLDING)
+    made = partial(recipes, work, ranks, few, folds=family.family in FOLDING and len(work) >= 2 * ranks)
     recipe_of = {layout_of(work, recipe): recipe for most in memories for recipe in made(most)}
     # "auto" recomputes only if no layout fits without.
     reruns = [None, again] if again is not None and again.at_need else [again]

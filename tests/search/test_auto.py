@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe import PartitionError, RunError, stage_boundary
+from fxpipe import PartitionError, RunError, ScheduleError, stage_boundary
 from fxpipe.graph.ranks import ranks_of
 from tests.harness import assert_same, engine_of, gradients_of
 from tests.thinned import ALL, every
@@ -204,6 +204,18 @@ def test_a_family_that_needs_a_placement_gets_it(family: Any, placement: tuple[i
     plan = fxpipe.preview(chain, topology, schedule=family, example_args=example, **options)
     assert (plan.schedule.placement, plan.schedule.name) == (placement, family)
     assert plan.schedule.simulate(1, 2).bubble < 1 / 9  # 1F1B on (0, 0, 1, 1): (p − 1) / (m + p − 1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "advice"), [(2, "make it 4 stages"), (3, "an even number"), (6, "make it 4 stages")]
+)
+def test_a_number_of_stages_that_does_not_fold_over_the_ranks_is_refused(stages: int, advice: str) -> None:
+    chain, names = nn.Sequential(*(nn.Linear(8, 8) for _ in range(stages))), [str(n) for n in range(1, stages)]
+    options: dict[str, Any] = {"loss_fn": lambda y: y.square().mean(), "boundaries": names, "microbatches": 8}
+    with pytest.raises(ScheduleError, match=advice):
+        fxpipe.preview(
+            chain, fxpipe.Topology([("pipe", 2)]), schedule="zb_v", example_args=(torch.randn(16, 8),), **options
+        )
 
 
 def test_a_table_whose_form_is_1f1b_says_so_in_its_title() -> None:

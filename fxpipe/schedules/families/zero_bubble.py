@@ -140,14 +140,16 @@ def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
 
 
 class NotFolded(ScheduleError):
-    """The stages are on other ranks than ``ranks``: stage → rank."""
+    """The stages are on other ranks than ``ranks``: stage → rank. ``most``: the number of ranks that there are."""
 
-    def __init__(self, fact: str, ranks: Mapping[int, int]) -> None:
+    def __init__(self, fact: str, ranks: Mapping[int, int], most: int) -> None:
         super().__init__(f"{fact}write placement={[ranks[stage] for stage in sorted(ranks)]}")
-        self.fact, self.ranks = fact, ranks
+        self.fact, self.ranks, self.most = fact, ranks, most
 
     def named(self, names: Sequence[str]) -> ScheduleError:
-        """The error with a placement that ``compile`` takes."""
+        """The error with a placement that ``compile`` takes, or a number of stages that has one."""
+        if len(names) != 2 * self.most:
+            return ScheduleError(f"{self.fact}make it {2 * self.most} stages")
         ranks = {names[stage]: rank for stage, rank in sorted(self.ranks.items())}
         return ScheduleError(f"{self.fact}write placement={ranks}")
 
@@ -169,4 +171,4 @@ def check_folds(problem: Problem, family: str) -> None:
         fact = f'"{family}" is for {there}, and the {count} stages are on ranks {list(ranks)}; '
         if count % 2:
             raise ScheduleError(fact + "make it an even number of stages")
-        raise NotFolded(fact, dict(zip(order, wanted, strict=True)))
+        raise NotFolded(fact, dict(zip(order, wanted, strict=True)), problem.ranks)
