@@ -79,7 +79,8 @@ def check_replicas(graph: StageGraph, replicas: int) -> None:
                 raise PartitionError(
                     f"stage {stage.name!r} writes {name} by the rows of its batch, and each of {replicas} replicas has "
                     "other rows: they would come to hold different values. For an embedding, leave out max_norm, and "
-                    "call renorm_(2, 0, max_norm) of its weight before fxpipe.compile and behind optimizer.step()"
+                    "call renorm_(2, 0, max_norm) of its weight before fxpipe.compile and behind optimizer.step(). "
+                    "Keep statistics, such as an averaged codebook, in a buffer: each replica has its own"
                 )
 
 
