@@ -118,7 +118,9 @@ class FlatBucket:
             self.forget()
             return
         if all(member.parameter.grad is None or self._is_set(member) for member in self.members):
-            self.part, self._summed = None, True  # earlier calls have left nothing
+            # Earlier calls have left nothing. A gradient set behind a call without a sum is this rank's, as it was.
+            self.part = None
+            self._summed = self._summed or not any(member.present for member in self.members)
         for member in self.members:
             if member.parameter.grad is None:  # the user has cleared it, of this parameter alone
                 if self.part is not None:

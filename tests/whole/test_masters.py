@@ -64,6 +64,27 @@ def test_gradients_set_by_hand_are_what_steps(zero: int) -> None:
             torch.testing.assert_close(weight, linear().weight.detach() - 2 / 32**0.5)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_replicas_gradient_that_is_replaced_before_the_sum_is_summed(zero: int) -> None:
+    """Clipping by hand in accumulation: each replica kept its own as if it were the sum, and replicas differed."""
+    x = torch.randn(4, 4)
+
+    def body(rank: int) -> Parts:
+        step = compiled_alone(nn.Sequential(linear(), linear()), PAIR, microbatches=1, zero=zero)
+        step.set_requires_gradient_sync(False)
+        step(x[2 * rank : 2 * rank + 2])
+        for parameter in step.parameters():
+            assert parameter.grad is not None
+            parameter.grad = parameter.grad * 0.5
+        step.set_requires_gradient_sync(True)
+        step(torch.ones(2, 4))
+        return parts(step)
+
+    model = nn.Sequential(linear(), linear())
+    (0.5 * model(x).square().mean() + model(torch.ones(2, 4)).square().mean()).backward()
+    assert_parts(run_strict(body, 2), gradients_of(model.named_parameters("module")))
+
+
 # --- masters that are made late, let go of, and written by hand ---
 
 
