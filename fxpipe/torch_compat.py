@@ -701,9 +701,11 @@ def fsdp_without_hooks(shards: Sequence[Any]) -> Iterator[None]:
     tables = [shard._post_accumulate_grad_hooks for shard in shards]
     for shard in shards:
         shard._post_accumulate_grad_hooks = None
-    yield
-    for shard, table in zip(shards, tables, strict=True):
-        shard._post_accumulate_grad_hooks = table
+    try:
+        yield
+    finally:
+        for shard, table in zip(shards, tables, strict=True):
+            shard._post_accumulate_grad_hooks = table
 
 
 def fsdp_end_backward(root: Any) -> None:

@@ -21,7 +21,7 @@ from fxpipe.stage.listed import Listed
 from fxpipe.stage.loss import Sum
 from fxpipe.stage.modes import Autocast
 from fxpipe.stage.with_loss import loss_module
-from fxpipe.torch_compat import pytree, tensors_in
+from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
 Place = tuple[str, int, int]
@@ -202,14 +202,15 @@ class Request:
 
     def wanted(self, output: Any) -> Any:
         """The part of the model's result that the program returns: in training, only the loss and other scalars,
-        with None in place of other tensors.
+        with None in place of other values.
 
         Stages would send other values, such as a cache of keys and values, to the output's stage without use.
         """
         if not (self.training and isinstance(output, Mapping) and "loss" in output):
             return output
         wanted = {name: value if name == "loss" or _is_scalar(value) else None for name, value in output.items()}
-        return {name: value for name, value in wanted.items() if value is not None or tensors_in(output[name])}
+        # a list that an opaque region returns may have any length, as long as nothing looks at its entries
+        return {name: value for name, value in wanted.items() if value is not None or output[name] is not None}
 
 
 _NUMBERS = Real, torch.SymInt, torch.SymFloat, Sum

@@ -35,7 +35,8 @@ class Cached(Two):
 def test_in_training_the_loss_and_the_scalars_beside_it_are_returned() -> None:
     batch = vectors(0)
     trained = run_stages(staged(exported(Cached(), batch)), batch)
-    assert list(trained) == ["loss", "rows", "norm"]
+    assert list(trained) == ["loss", "cache", "rows", "norm"]
+    assert trained["cache"] is None
     assert trained["rows"] is None
     evaluated = run_stages(staged(exported(Cached(), batch, training=False)), batch)
     assert list(evaluated) == ["loss", "cache", "rows", "norm"]
