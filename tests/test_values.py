@@ -17,6 +17,7 @@ FILLED = {
     "Emitter": "a builder: it lives while one tape becomes a graph",
     "ListOfTensors": "one capture notes whether forward opens the list",
     "Operation": "an entry of a tape, which the recorder of one capture completes",
+    "OwnGenerator": "a step notes the generator that the user has put in place of another",
     "Saved": "a stage's forward leaves it to the backward, which needs a seed beside it",
     "Touched": "an entry of a tape: what operations of one capture read and write",
     "_ModesInGraph": "a builder: it follows the modes through one graph",
