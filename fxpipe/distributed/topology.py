@@ -293,7 +293,8 @@ class Topology(Tabular):
             axes = dict(self._axes)
             if "expert" in self._index and "tensor" not in self._index:
                 axes["tensor"] = 1
-            groups = [_new_group(Topology(axes.items()).groups(name)) for name in axes]
+            with_tensor = Topology(axes.items())
+            groups = [_new_group(with_tensor.groups(name)) for name in axes]
             ranks = torch.arange(self._world_size, device="cpu").view(*axes.values())
             group = groups if len(groups) > 1 else groups[0]
             live.mesh = DeviceMesh.from_group(group, served_device().type, ranks, mesh_dim_names=tuple(axes))
