@@ -113,7 +113,8 @@ def test_a_resumed_run_has_the_same_bits(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_it_goes_on_with_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
-    scenario = dataclasses.replace(ACCUMULATED, options=ACCUMULATED.options | SAVED)
+    """From the middle of an epoch into the next one."""
+    scenario = dataclasses.replace(ACCUMULATED, options=ACCUMULATED.options | SAVED | {"max_steps": 5})
     whole = on(pool, 4, scenario, tmp_path)
     resumed = on(None, 1, dataclasses.replace(scenario, resume=str(tmp_path / "checkpoint-2")), tmp_path)
     last = len(whole.history) - 1  # its mean loss is that of the steps made here
