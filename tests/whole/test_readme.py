@@ -71,7 +71,14 @@ def test_what_a_page_links_to_is_there(page: Path) -> None:
     assert missing == []
 
 
-def test_the_readme_names_every_package() -> None:
-    tour = README[README.index("## The packages") :]
+def test_the_readme_fits_three_screens_and_links_every_page() -> None:
+    assert README.count("\n") <= 130
+    linked = set(re.findall(r"\]\(examples/([\w.]+)", README))
+    assert linked == {page.name for page in PAGES if page.parent.name == "examples"}
+
+
+def test_contributing_names_every_package() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    tour = contributing[contributing.index("## The packages") :]
     packages = {f"fxpipe/{path.parent.name}/" for path in (ROOT / "fxpipe").glob("*/__init__.py")} - {"fxpipe/passes/"}
     assert set(re.findall(r"^\| `([\w/]+/)`", tour, re.MULTILINE)) == packages | {"passes/"}
