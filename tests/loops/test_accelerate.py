@@ -9,8 +9,8 @@ from tests.scripts import Scripts
 from tests.whole.test_readme import ROOT, blocks
 
 SEEN = """
-seen = (accelerator.num_processes, topo.data_size, accelerator.is_main_process, len(accelerator.trackers), f"{loss:.4f}")
-open(f"seen-{accelerator.process_index}", "w").write(" ".join(map(str, seen)))
+seen = [accelerator.num_processes, topo.data_size, accelerator.is_main_process, len(accelerator.trackers)]
+open(f"seen-{accelerator.process_index}", "w").write(" ".join(map(str, [*seen, f"{loss:.4f}"])))
 """
 """In a file of each process: lines that four processes print at once may be mixed."""
 
