@@ -21,9 +21,10 @@ from fxpipe.errors import (
 from fxpipe.graph.boundary import stage_boundary
 from fxpipe.packed import Offsets, Packed
 from fxpipe.schedules import SCHEDULES
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.comparison import compare
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ __all__ = [
     "ForwardBackward",
     "FxpipeError",
     "Hardware",
+    "Kind",
     "Offsets",
-    "Op",
     "Packed",
     "PartitionError",
     "Precision",

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import enum
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -124,7 +123,7 @@ def _told(value: Any) -> Any:
     if _registered(name) == [cls]:
         children, context = pytree.SUPPORTED_NODES[cls].flatten_fn(value)
         return ["container", name, _told(context), *map(_told, children)]
-    if isinstance(value, enum.Enum) and _imported(name) is cls and cls.__members__.get(value.name) is value:
+    if _imported(name) is cls and _members(cls).get(getattr(value, "name", None)) is value:
         return ["enum", name, value.name]
     if isinstance(value, tuple) and hasattr(cls, "_fields") and _imported(name) is cls:
         return ["named", name, *map(_told, value)]
@@ -159,11 +158,17 @@ def _made(parts: Any) -> Any:
         context, *children = values
         return pytree.SUPPORTED_NODES[container].unflatten_fn(children, context)
     cls: Any = _imported(name)
-    if word == "enum" and isinstance(cls, enum.EnumMeta):
-        return cls.__members__[values[0]]
+    if word == "enum":
+        return _members(cls)[values[0]]
     if word == "named" and cls is not None and issubclass(cls, tuple) and len(cls._fields) == len(values):
         return tuple.__new__(cls, values)  # without the class's own __new__
     raise ValueError(f"{word} {name} of {len(values)} parts")
+
+
+def _members(cls: Any) -> Mapping[Any, Any]:
+    """The values of a class that has a fixed set of named ones, as an enum has."""
+    members = getattr(cls, "__members__", None)
+    return members if isinstance(members, Mapping) else {}
 
 
 _PLAIN: dict[type, tuple[Callable[[Any], Sequence[Any]], Callable[[list[Any]], Any]]] = {

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fxpipe.schedules import SCHEDULES, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.gathered import GATHERED
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule, Timeline
 from tests.thinned import seeds
 
@@ -107,15 +108,15 @@ def before(
     """What an action waits for, from the edges; ``halved``: the (stage, micro-batch) whose backward is I and W;
     ``ahead``: by how many micro-batches a stage may be ahead of those that read it."""
     stage, op, j, _ = action
-    if op is Op.F:
+    if op is Kind.F:
         last = j - ahead.get(stage, j + 1)
-        taken = [Action(target, Op.F, last) for target in graph.targets(stage) if last >= 0]
-        return taken + [Action(source, Op.F, j) for source in graph.sources(stage)]
-    if op is Op.W:
-        return [Action(stage, Op.I, j)]
+        taken = [Action(target, Kind.F, last) for target in graph.targets(stage) if last >= 0]
+        return taken + [Action(source, Kind.F, j) for source in graph.sources(stage)]
+    if op is Kind.W:
+        return [Action(stage, Kind.I, j)]
     later = [target for target in graph.targets(stage) if graph.backward[target]]
-    gradients = [Action(target, Op.I if (target, j) in halved else Op.B, j) for target in later]
-    return [Action(stage, Op.F, j), *gradients]
+    gradients = [Action(target, Kind.I if (target, j) in halved else Kind.B, j) for target in later]
+    return [Action(stage, Kind.F, j), *gradients]
 
 
 @cache
@@ -180,7 +181,7 @@ class Value(NamedTuple):
 
 
 def gradient_of(stage: int, microbatch: int, halved: Collection[tuple[int, int]]) -> Action:
-    return Action(stage, Op.I if (stage, microbatch) in halved else Op.B, microbatch)
+    return Action(stage, Kind.I if (stage, microbatch) in halved else Kind.B, microbatch)
 
 
 def values_of(edges: Sequence[tuple[int, int]], seed: int) -> list[Value]:

@@ -23,7 +23,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, TensorMeta, pack
 from fxpipe.like import TensorLike
 from fxpipe.plain_data import MOST_BYTES, check_length, decode, encode, encode_for_all
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from tests.thinned import ALL
 
 
@@ -87,7 +88,7 @@ VALUES = [
     defaultdict(list, {"a": [1]}),
     deque([1, 2], maxlen=3),
     Registered({"x": (1,)}, Registered(2)),
-    Action(3, Op.F, 4),
+    Action(3, Kind.F, 4),
     TensorLike((2, 3), torch.float16, (3, 1), "cpu", True),
     TensorMeta((2, 3), (3, 1), torch.bfloat16, False, "cuda", 16, True),
     ["refused", "tuple", ["value", "TensorMeta"]],

@@ -21,9 +21,9 @@ from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.tables import saving
-from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
+from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
 from fxpipe.schedules.stage_work import StageWork
@@ -248,7 +248,7 @@ class _Forecast:
         return precision.compute.itemsize if precision and tensor.is_floating_point() else tensor.element_size()
 
     def _size(self, message: Message) -> float:
-        return self.sizes[self.graph.edges[message.edge]][message.op is not Op.F]
+        return self.sizes[self.graph.edges[message.edge]][message.direction is BACKWARD]
 
     @cached_property
     def _groups(self) -> Groups:
@@ -325,7 +325,7 @@ class _Forecast:
         if self.topology.size(BATCH) == 1:
             return end
         for traffic, row in zip(self._traffic, self.schedule.rows, strict=True):
-            backwards = [action for action in row if action.op in (Op.B, Op.W)]
+            backwards = [action for action in row if action.kind.completes_gradients]
             sums = sum(collective.seconds(self.hardware) for collective in traffic.sums)
             gathers = sum(collective.seconds(self.hardware) for collective in traffic.gathers)
             # A bucket is reduced after the last backward of its stage, with zero=2 after each backward.

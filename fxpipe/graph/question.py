@@ -13,7 +13,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.stage.modes import Autocast, within
 from fxpipe.torch_compat import pytree
 
-Kind = Literal["truth", "number", "list"]
+QuestionKind = Literal["truth", "number", "list"]
 Answer = bool | int | tuple[Any, ...]
 Answers = tuple[tuple[str, Answer], ...]
 """(question's key, answer), in the order in which forward asks."""
@@ -34,7 +34,7 @@ class Question:
     sizes: tuple[tuple[str, int, int, int], ...]
     """(input, index of its leaf, dimension, size) of the only sizes for which the graph is valid."""
     run: nn.Module = field(compare=False, repr=False)
-    kind: Kind = "truth"
+    kind: QuestionKind = "truth"
     autocast: tuple[Autocast, ...] = ()
     compute: torch.dtype | None = None
     """The dtype to which floating-point inputs are cast beforehand."""
@@ -53,7 +53,7 @@ class Question:
         cast = pytree.tree_map_only(Tensor, self._cast, [*inputs.values()])
         with torch.no_grad(), within(self.autocast):
             value = self.run.forward(*cast)[0]  # a call would print errors for batches of other kinds
-        of_kind: dict[Kind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}
+        of_kind: dict[QuestionKind, Callable[[Any], Answer]] = {"truth": bool, "number": int, "list": _as_tuples}
         return of_kind[self.kind](value)
 
     def _cast(self, tensor: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class Plan:
     def pass_digests(self) -> tuple[int, ...]:
         """A number for each row: rows with equal numbers begin and end stages in the same order, at any row length."""
         # First uses in order, then last uses backwards: FSDP2 gathers a stage and reduces its gradients at these uses.
-        passes = [[f"{action.stage}{action.op}" for action in row] for row in self.schedule.rows]
+        passes = [[f"{action.stage}{action.kind}" for action in row] for row in self.schedule.rows]
         return tuple(digest_of([*dict.fromkeys(row), *dict.fromkeys(reversed(row))]) for row in passes)
 
     @cached_property

@@ -20,7 +20,7 @@ from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, PlainMeta, allocate, pack, unpack
 from fxpipe.plain_data import check_length, decode, encode
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import Direction
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import bytes_of
 
@@ -51,7 +51,7 @@ class WireExchange:
         self.transport, self.device = transport, device
         self._ports: dict[tuple[Message, bool], _Wire] = {}
         self._lines: dict[Pair, _Receives] = {}
-        self._layouts: dict[tuple[int, Op, Pair], dict[Hashable, _WireLayout]] = {}
+        self._layouts: dict[tuple[int, Direction, Pair], dict[Hashable, _WireLayout]] = {}
         self.kind: Hashable = None
         self.numbers: Sequence[Hashable] = ()
         """See ``begin``."""
@@ -65,7 +65,7 @@ class WireExchange:
         if (message, varies) not in self._ports:
             pair = message.sender, message.receiver
             line = self._lines.setdefault(pair, _Receives(self, pair))
-            layouts = self._layouts.setdefault((message.edge, message.op, pair), {})
+            layouts = self._layouts.setdefault((message.edge, message.direction, pair), {})
             self._ports[message, varies] = _Wire(self, message, line, None if varies else layouts)
         return self._ports[message, varies]
 

@@ -15,8 +15,9 @@ from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced,
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plain_data import admitted
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Cost, Costs
+from fxpipe.schedules.kinds import BACKWARD, KINDS, Kind
 from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
@@ -100,7 +101,7 @@ class TimelineRecorder:
             return mean_costs([self.loaded], activation_bytes)
         self._recorded("pipe", "data")
         timeline = self.timeline()
-        ran = {action.stage for action in timeline.spans if action.op is not Op.F}
+        ran = {action.stage for action in timeline.spans if action.kind.part_of is BACKWARD}
         has_run = all(stage in ran for stage, has in enumerate(timeline.schedule.backward) if has)
         everyone = self._transport.gather("data", timeline.costs if has_run else None)
         measured = [costs for costs in everyone if costs is not None]
@@ -186,15 +187,15 @@ def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
 
 def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:
     """The medians over micro-batches; 0 for an action that never ran."""
-    durations: dict[tuple[int, Op], list[float]] = {}
+    durations: dict[tuple[int, Kind], list[float]] = {}
     for action, span in spans.items():
-        durations.setdefault((action.stage, action.op), []).append(span.duration)
+        durations.setdefault((action.stage, action.kind), []).append(span.duration)
     stages = range(len(schedule.placement))
-    of = {op: [max(median(durations.get((stage, op), [0.0])), 0.0) for stage in stages] for op in Op}
+    of = {kind: [max(median(durations.get((s, kind), [0.0])), 0.0) for s in stages] for kind in KINDS.values()}
     # A schedule has B, or its halves I and W: B = I + W; of an unsplit B, half counts as W.
-    backward = [of[Op.B][stage] or of[Op.I][stage] + of[Op.W][stage] for stage in stages]
-    weight = [of[Op.W][stage] or of[Op.B][stage] / 2 for stage in stages]
-    return replace(Costs.of(len(stages), of[Op.F], backward, weight, hop), source=MEASURED)
+    backward = [of[Kind.B][stage] or of[Kind.I][stage] + of[Kind.W][stage] for stage in stages]
+    weight = [of[Kind.W][stage] or of[Kind.B][stage] / 2 for stage in stages]
+    return replace(Costs.of(len(stages), of[Kind.F], backward, weight, hop), source=MEASURED)
 
 
 def _hop(schedule: Schedule, spans: Mapping[Action, Span], since: Mapping[Action, float]) -> float:

@@ -133,7 +133,7 @@ class Comparison(Tabular):
                     yield f"rank {here}, between actions", 0.0, gap
                 else:
                     yield f"hop from rank {here} to rank {there}", self.planned.costs.comm, gap
-            what = f"{action.op.value} of stage {printable(self.real.schedule.label(action.stage))}"
+            what = f"{action.kind.letter} of stage {printable(self.real.schedule.label(action.stage))}"
             planned, real = (timeline.spans.get(action, Span(0.0, 0.0)) for timeline in (self.planned, self.real))
             yield what, planned.duration, real.duration
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, KINDS, Held, Kind
 from fxpipe.validation import is_list, shown
 
 _BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes")
@@ -94,25 +95,19 @@ class Costs:
 
     def time(self, action: Action) -> float:
         """Returns how long an action takes, in the unit of the costs."""
-        return self._of[action.op][action.stage]
+        return self._of[action.kind][action.stage]
 
     def held(self, action: Action, recomputed: bool = False) -> float:
         """Returns how many more bytes a stage with a backward holds after this action, a negative number if the action
         frees bytes; ``activation_bytes`` must be known. ``recomputed``: an R follows this F."""
-        stage, op, _, count = action
-        whole = (self.activation_bytes or ())[stage]
-        input_bytes = 0 if self.input_bytes is None else self.input_bytes[stage]
-        left = whole if self.deferred_bytes is None else self.deferred_bytes[stage]
-        # The changes of one micro-batch sum to 0: over F + B, over F + R + B, and with I and W in place of B.
-        if op is Op.F:
-            return count * (input_bytes if recomputed else whole)
-        if op is Op.R:
-            return count * (whole - input_bytes)
-        return count * (-whole if op is Op.B else left - whole if op is Op.I else -left)
+        whole = (self.activation_bytes or ())[action.stage]
+        inputs = 0 if self.input_bytes is None else self.input_bytes[action.stage]
+        left = whole if self.deferred_bytes is None else self.deferred_bytes[action.stage]
+        return action.count * action.kind.change(Held(whole, inputs, left, recomputed))
 
     def beside(self, action: Action) -> float:
         """Returns the additional bytes that an action holds while it runs."""
-        if self.again_bytes is None or action.op not in (Op.B, Op.I):
+        if self.again_bytes is None or action.kind.messages is not BACKWARD:
             return 0.0
         return action.count * self.again_bytes[action.stage]
 
@@ -149,8 +144,8 @@ class Costs:
         return tuple(whole - half for whole, half in zip(self.backward, self.weight, strict=True))
 
     @cached_property
-    def _of(self) -> Mapping[Op, tuple[float, ...]]:
-        return {Op.F: self.forward, Op.R: self.forward, Op.B: self.backward, Op.I: self.input, Op.W: self.weight}
+    def _of(self) -> Mapping[Kind, tuple[float, ...]]:
+        return {kind: kind.times(self) for kind in KINDS.values()}
 
 
 def _per_stage(name: str, cost: Any, stages: int) -> tuple[float, ...]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from fxpipe.graph.topological import topological_order
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import FORWARD, KINDS, Kind
 
 
 class EdgeLike(Protocol):
@@ -56,10 +57,9 @@ class Dependencies:
     """The stages whose forward needs a stage's forward."""
     targets: Mapping[int, tuple[int, ...]]
     """The stages whose backward a stage's backward needs."""
-    halves: Collection[Half] = ()
-    """The backwards that a table splits into I and W: the I makes the gradient of inputs there, else the B."""
-    recomputed: Collection[Half] = ()
-    """The forwards that a table repeats as R. A backward needs the R if the table has one, otherwise the F."""
+    replacing: Mapping[Kind, Collection[Half]] = field(default_factory=dict)
+    """Kind that replaces another one → where the table has it. The I makes the gradient of inputs where there is one,
+    else the B. A backward needs the R where there is one, else the F."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
     """Stage without backward → how many values the stage may have made that its readers have not received:
@@ -68,53 +68,74 @@ class Dependencies:
     @staticmethod
     def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
         """Returns the dependencies along ``edges``. ``backward``: if each stage has a backward. ``rows``: the table."""
-
-        def ran(op: Op) -> frozenset[Half]:
-            return frozenset((action.stage, action.microbatch) for row in rows for action in row if action.op is op)
-
+        replacing: dict[Kind, set[Half]] = {}
+        for row in rows:
+            for stage, kind, microbatch, _ in row:
+                if kind.replaces:
+                    replacing.setdefault(kind, set()).add((stage, microbatch))
         return Dependencies(
             sources=_grouped((edge.target, edge.source) for edge in edges),
             readers=_grouped((edge.source, edge.target) for edge in edges),
             targets=_grouped((edge.source, edge.target) for edge in edges if backward[edge.target]),
-            halves=ran(Op.I),
-            recomputed=ran(Op.R),
+            replacing=replacing,
             groups=groups_of(rows),
         )
 
     def before(self, action: Action) -> list[Action]:
         """Returns the actions that must have run before this action."""
         needed = self.needs(action)
-        if action.op is Op.F and action.stage in self.ahead:
+        if action.stage in self.ahead and action.kind.messages is FORWARD:
             last = action.microbatch - self.ahead[action.stage]
             # The forwards that use an earlier value of the stage: after them the stage may make another.
             for reader in self.readers[action.stage] if last >= 0 else ():
-                needed.append(Action(reader, Op.F, group_of(self.groups, reader, last), self.groups.get(reader, 1)))
+                needed.append(
+                    Action(reader, action.kind, group_of(self.groups, reader, last), self.groups.get(reader, 1))
+                )
         return needed
 
     def needs(self, action: Action) -> list[Action]:
         """Returns the actions whose results this action reads."""
-        stage, op, microbatch, count = action
-        if op is Op.F:
+        stage, kind, microbatch, count = action
+        if kind.messages is FORWARD:
             sources = self.sources.get(stage, ())
             # The usual case by itself: tables of 10,000 actions ask this for each of them, several times.
             if count == 1:
-                return [Action(source, Op.F, microbatch) for source in sources]
+                return [Action(source, kind, microbatch) for source in sources]
             # The forwards of a source that make its values of these micro-batches.
             sizes = [(source, self.groups.get(source, 1)) for source in sources]
             return [
-                Action(source, Op.F, first, size)
+                Action(source, kind, first, size)
                 for source, size in sizes
                 for first in range(microbatch - microbatch % size, microbatch + count, size)
             ]
-        if op is Op.W or op is Op.R:
-            return [Action(stage, Op.I if op is Op.W else Op.F, microbatch, count)]
-        own = Action(stage, Op.R if (stage, microbatch) in self.recomputed else Op.F, microbatch, count)
+        if kind.after is None:
+            return []
+        own = Action(stage, self._in_table(KINDS[kind.after], stage, microbatch, kind), microbatch, count)
+        if kind.messages is None:
+            return [own]
         return [own, *[self.gradient(target, microbatch) for target in self.targets.get(stage, ())]]
 
     def gradient(self, stage: int, microbatch: int) -> Action:
         """The action that makes the gradients of a stage's inputs, for a micro-batch or the micro-batch's group."""
         first = group_of(self.groups, stage, microbatch)
-        return Action(stage, Op.I if (stage, first) in self.halves else Op.B, first, self.groups.get(stage, 1))
+        return Action(stage, self._in_table(Kind.B, stage, first), first, self.groups.get(stage, 1))
+
+    @property
+    def halves(self) -> Collection[Half]:
+        """The backwards that the table splits into I and W."""
+        return self.replacing.get(Kind.I, ())
+
+    @property
+    def recomputed(self) -> Collection[Half]:
+        """The forwards that the table repeats as R."""
+        return self.replacing.get(Kind.R, ())
+
+    def _in_table(self, kind: Kind, stage: int, microbatch: int, reader: Kind | None = None) -> Kind:
+        """Returns the kind that replaces ``kind`` there, if the table has it and it is not the reader itself."""
+        for other, there in self.replacing.items():
+            if other.replaces == kind.letter and other is not reader and (stage, microbatch) in there:
+                return other
+        return kind
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:

@@ -7,8 +7,9 @@ from itertools import chain
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from fxpipe.validation import (
     Expected,
     check,
@@ -74,9 +75,11 @@ def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -
     """Raises ScheduleError unless each cell is an action of an existing stage and of existing micro-batches."""
     for cell in chain.from_iterable(rows):
         # One comparison covers the usual types, as a table has thousands of cells; others, such as numpy's, need more.
-        usual = type(cell) is Action and tuple(map(type, cell)) == (int, Op, int, int)
-        if not usual and not (isinstance(cell, Action) and isinstance(cell.op, Op) and all(map(is_whole, cell[::2]))):
-            raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Op.F, 0), or Action.parse('2F0')")
+        usual = type(cell) is Action and tuple(map(type, cell)) == (int, Kind, int, int)
+        if not usual and not (
+            isinstance(cell, Action) and isinstance(cell.kind, Kind) and all(map(is_whole, cell[::2]))
+        ):
+            raise ScheduleError(f"{shown(cell)} is no Action; write Action(2, Kind.F, 0), or Action.parse('2F0')")
         stage, _, microbatch, count = cell
         if not 0 <= stage < stages:
             raise ScheduleError(f"{cell} is of a stage outside of 0..{stages - 1}")

@@ -20,29 +20,30 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fxpipe.graph.ranks import Placement, RankOf, ranks_of, replicated
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import EdgeLike, Groups, group_of, groups_of
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction
 
 
 class Message(NamedTuple):
-    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch, or the value's gradient if ``op`` is B.
+    """Value ``edge`` (an index into the stage graph's edges) of a micro-batch, or, BACKWARD, the value's gradient.
 
     A gathered stage's value is that of its whole group, and ``microbatch`` is the group's first micro-batch.
     """
 
     edge: int
-    op: Op
+    direction: Direction
     microbatch: int
     sender: int
     receiver: int
 
     def __str__(self) -> str:
-        kind = "value" if self.op is Op.F else "gradient"
-        return f"{kind} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
+        what = "value" if self.direction is FORWARD else "gradient"
+        return f"{what} {self.edge} of micro-batch {self.microbatch} from rank {self.sender} to rank {self.receiver}"
 
 
-Use = tuple[int, int, bool]
-"""The user of a message: a stage, a micro-batch or a group's first micro-batch, and whether its forward is the user."""
+Use = tuple[int, int, Direction]
+"""The user of a message: a stage, a micro-batch or a group's first micro-batch, and what it uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +175,12 @@ class Lowering:
         self._rows, self._edges, self._groups = rows, edges, groups_of(rows)
         self._rank_of = RankOf.of(placement, self._groups)
         self._shared, self._absent = sharing(edges, self._rank_of, values), absent
-        # (stage, op) → the values and gradients that it makes. A gradient comes from a B, or from a split backward's I.
-        self._makes: dict[tuple[int, Op], list[tuple[int, Op]]] = {}
+        # (stage, direction) → the edges whose values, or gradients, the stage makes
+        self._makes: dict[tuple[int, Direction | None], list[int]] = {}
         for index, edge in enumerate(edges):
-            self._makes.setdefault((edge.source, Op.F), []).append((index, Op.F))
+            self._makes.setdefault((edge.source, FORWARD), []).append(index)
             if backward[edge.source]:
-                for op in (Op.B, Op.I):
-                    self._makes.setdefault((edge.target, op), []).append((index, Op.B))
+                self._makes.setdefault((edge.target, BACKWARD), []).append(index)
         # (rank, use) → the place in the rank's row of the first action that is this use
         self._places: dict[tuple[int, Use | None], int] = {}
         for rank, row in enumerate(rows):
@@ -211,7 +211,8 @@ class Lowering:
 
     def _made_by(self, action: Action) -> Iterator[Message]:
         """Yields the messages that an action makes; edges that carry a value to the same rank share a message."""
-        for index, op in self._makes.get((action.stage, action.op), ()):
+        direction = action.kind.messages
+        for index in self._makes.get((action.stage, direction), ()) if direction else ():
             edge = self._edges[index]
             # A gathered source makes one value for its whole group; any other source one value for each micro-batch.
             step = self._groups.get(edge.source, 1)
@@ -219,8 +220,8 @@ class Lowering:
                 ends = self._rank_of(edge.source, microbatch), self._rank_of(edge.target, microbatch)
                 if ends[0] == ends[1] or (index, microbatch) in self._absent:
                     continue
-                message = Message(index, op, microbatch, *(ends if op is Op.F else reversed(ends)))
-                if op is not Op.F or self._is_first(message):
+                message = Message(index, direction, microbatch, *(ends if direction is FORWARD else reversed(ends)))
+                if direction is BACKWARD or self._is_first(message):
                     yield message
 
     def _is_first(self, message: Message) -> bool:
@@ -239,7 +240,7 @@ class Lowering:
         """Returns how many actions ahead of its use a receive is posted: 1; of a group, whose micro-batches a stage
         makes one after another, 1 for the last, 2 for the one before, and so on."""
         edge = self._edges[message.edge]
-        if not self._groups or message.op is not Op.F:
+        if not self._groups or message.direction is BACKWARD:
             return 1
         used = self._groups.get(edge.target, 1)
         return 1 + used - self._groups.get(edge.source, 1) - message.microbatch % used
@@ -266,12 +267,16 @@ class Lowering:
         """Returns a dict: place in the row → the sends that the action there waits for, so as not to run too far ahead.
         Each message is released once: ``releases`` keeps only releases that come earlier."""
         row = self._rows[rank]
-        forwards = {(action.stage, action.microbatch): cell for cell, action in enumerate(row) if action.op is Op.F}
+        forwards = {
+            (action.stage, action.microbatch): cell
+            for cell, action in enumerate(row)
+            if action.kind.messages is FORWARD
+        }
         released = {message: cell for cell, messages in releases.items() for message in messages}
         waits: dict[int, list[Message]] = {}
         for message in chain(*self.sent[rank]):
             source = self._edges[message.edge].source
-            if message.op is not Op.F or source not in ahead:
+            if message.direction is BACKWARD or source not in ahead:
                 continue
             cell = forwards.get((source, message.microbatch + ahead[source]))
             if cell is None or released.get(message, len(row)) < cell:
@@ -285,16 +290,15 @@ class Lowering:
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:
     """Returns the use of the action that needs a message."""
     edge = edges[message.edge]
-    if message.op is Op.F:
-        return edge.target, group_of(groups, edge.target, message.microbatch), True
-    return edge.source, message.microbatch, False
+    if message.direction is FORWARD:
+        return edge.target, group_of(groups, edge.target, message.microbatch), FORWARD
+    return edge.source, message.microbatch, BACKWARD
 
 
 def use_of(action: Action) -> Use | None:
     """The use of an action that needs messages; None for an R, which has its inputs, and a W, which reads its I's."""
-    if action.op is Op.R or action.op is Op.W:
-        return None
-    return action.stage, action.microbatch, action.op is Op.F
+    direction = action.kind.messages
+    return (action.stage, action.microbatch, direction) if direction else None
 
 
 def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int], ...]:
@@ -306,5 +310,5 @@ def pairs(instructions: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, int
 def is_forward(instruction: Instruction) -> bool:
     """Whether an instruction belongs to a forward-only run, in which no gradient shows that a send was received."""
     if isinstance(instruction, Compute):
-        return instruction.action.op is Op.F
-    return isinstance(instruction, Receive | Send) and instruction.message.op is Op.F
+        return instruction.action.kind.part_of is FORWARD
+    return isinstance(instruction, Receive | Send) and instruction.message.direction is FORWARD

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
+from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
 from fxpipe.small_file import write_whole
@@ -326,7 +327,7 @@ class Timeline:
         # A reduction that starts after the last backward of its rank overlaps nothing.
         last = [0.0] * len(self.schedule.rows)
         for action, span in self.spans.items():
-            if action.op is not Op.F:
+            if action.kind.part_of is BACKWARD:
                 rank = self.schedule.rank(action)
                 last[rank] = max(last[rank], span.end)
         return tuple(reduction for reduction in self.reductions if reduction.start < last[reduction.rank])

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Half, in_order
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind
 from fxpipe.schedules.lower import Message
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule, Span, Timeline
@@ -98,17 +99,20 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
     """Returns a lower bound of the makespan that ``simulate`` finds, much faster: every receive is posted in time, and
     no stage waits for its readers. Infinite if the table deadlocks."""
     backward, rank_of, rows, stages = schedule.backward, schedule.rank_of, schedule.rows, range(len(schedule.placement))
-    time = {op: [costs.time(Action(stage, op, 0)) for stage in stages] for op in Op}
+    time = {kind: kind.times(costs) for kind in KINDS.values()}
     # the arrival times of each value and gradient, per micro-batch, for the stage that makes it and its user
-    makes: dict[Op, list[list[tuple[list[float], int, int]]]] = {op: [[] for _ in stages] for op in Op}
-    needs: dict[Op, list[list[list[float]]]] = {op: [[] for _ in stages] for op in Op}
+    makes: dict[Kind, list[list[tuple[list[float], int, int]]]] = {kind: [[] for _ in stages] for kind in time}
+    needs: dict[Kind, list[list[list[float]]]] = {kind: [[] for _ in stages] for kind in time}
     for source, target in schedule.edges:
-        passed = [(Op.F, source, target)]
-        passed += [(op, target, source) for op in (Op.B, Op.I) if backward[source] and backward[target]]
-        arrivals = {op is Op.F: [math.inf] * schedule.microbatches for op, _, _ in passed}
-        for op, maker, user in passed:
-            makes[op][maker].append((arrivals[op is Op.F], user, schedule.groups[source]))
-            needs[op][user].append(arrivals[op is Op.F])
+        ends = {FORWARD: (source, target)}
+        if backward[source] and backward[target]:
+            ends[BACKWARD] = target, source
+        arrivals = {direction: [math.inf] * schedule.microbatches for direction in ends}
+        for kind in time:
+            if kind.messages in ends:
+                maker, user = ends[kind.messages]
+                makes[kind][maker].append((arrivals[kind.messages], user, schedule.groups[source]))
+                needs[kind][user].append(arrivals[kind.messages])
     free, places, before = [0.0] * len(rows), [0] * len(rows), -1
     links = [[0.0] * len(rows) for _ in rows]  # [sender][receiver] → when the link is free
     # Runs each rank as far as possible, in rounds: the results of other ranks let a rank continue.
@@ -116,20 +120,21 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
         for rank, row in enumerate(rows):
             now = free[rank]
             for cell in range(places[rank], len(row)):
-                stage, op, microbatch, count = row[cell]
-                last, start = microbatch + count - 1 if op is Op.F else microbatch, now
-                for times in needs[op][stage]:
+                stage, kind, microbatch, count = row[cell]
+                is_value = kind.messages is FORWARD
+                last, start = microbatch + count - 1 if is_value else microbatch, now
+                for times in needs[kind][stage]:
                     if times[last] > start:
                         start = times[last]
                 if start == math.inf:
                     break
-                free[rank] = now = start + time[op][stage]
+                free[rank] = now = start + time[kind][stage]
                 places[rank] = cell + 1
                 sent: dict[tuple[int, int], float] = {}  # a value travels once to each rank
-                for times, user, size in makes[op][stage]:
+                for times, user, size in makes[kind][stage]:
                     for first in range(microbatch, microbatch + count, size):
                         there = rank_of(user, first)
-                        if there != rank and (op is not Op.F or (there, first) not in sent):
+                        if there != rank and not (is_value and (there, first) in sent):
                             links[rank][there] = max(now, links[rank][there]) + costs.comm
                             sent[there, first] = links[rank][there]
                         times[first : first + size] = [sent.get((there, first), now)] * size
@@ -153,9 +158,12 @@ def lower_bound(
     """
     count, ranks = len(stages.placement), [ranks_of(entry) for entry in stages.placement]
     size = groups or (1,) * count
-    split = {action.stage for row in rows for action in row if action.op is Op.I}
-    again = {action.stage for row in rows for action in row if action.op is Op.R}
-    gradient = [costs.input[s] if s in split else costs.backward[s] for s in range(count)]
+    gradient, forward = list(costs.backward), list(costs.forward)
+    for stage, kind in dict.fromkeys((action.stage, action.kind) for row in rows for action in row):
+        if kind.messages is BACKWARD:
+            gradient[stage] = min(gradient[stage], kind.times(costs)[stage])
+        elif kind.is_optional and kind.part_of is BACKWARD:  # for all micro-batches
+            forward[stage] += kind.times(costs)[stage]
     head, tail = [0.0] * count, [0.0] * count
     after: dict[int, list[int]] = {stage: [] for stage in range(count)}
     for source, target in stages.edges:
@@ -175,10 +183,9 @@ def lower_bound(
         for some in {tuple(mine), tuple(stage for stage in mine if len(ranks[stage]) == 1)} - {()}:
             work = sent = 0.0
             for s in some:
-                forward = costs.forward[s] * (2 if s in again else 1)
                 turns = len(range(ranks[s].index(rank), stages.microbatches // size[s], len(ranks[s])))
-                work += (forward + costs.backward[s] * stages.backward[s]) * turns
-                sent += (forward + gradient[s] * stages.backward[s]) * turns
+                work += (forward[s] + costs.backward[s] * stages.backward[s]) * turns
+                sent += (forward[s] + gradient[s] * stages.backward[s]) * turns
             # The rank may run W's while the last gradient is under way, so only F and G add the tail.
             last = min(tail[s] for s in some)
             bounds.append(min(head[s] for s in some) + max(work, sent + last))
@@ -191,8 +198,7 @@ def lower_bound(
 
 def recomputed_in(schedule: Schedule) -> frozenset[Half]:
     """Returns the (stage, micro-batch) of each forward that the table repeats as R."""
-    actions = (action for row in schedule.rows for action in row)
-    return frozenset((action.stage, action.microbatch) for action in actions if action.op is Op.R)
+    return frozenset(schedule.dependencies.recomputed)
 
 
 def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
@@ -200,10 +206,10 @@ def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
     recomputed = recomputed_in(schedule)
 
     def change(action: Action) -> int:
-        if action.op is Op.F:
-            is_held = schedule.backward[action.stage] and (action.stage, action.microbatch) not in recomputed
-            return action.count if is_held else 0
-        return 0 if action.op is Op.I else action.count if action.op is Op.R else -action.count
+        if not schedule.backward[action.stage]:
+            return 0
+        held = Held(1, 0, 1, (action.stage, action.microbatch) in recomputed)
+        return action.count * int(action.kind.change(held))
 
     return change
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from fxpipe.errors import ScheduleError, printable
 from fxpipe.graph.ranks import ranks_of
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.schedule import Schedule, Timeline
 
@@ -115,7 +115,7 @@ def _period(step: Step, index: int, shift: int, steps: Sequence[Step], places: d
 
 
 def _later(action: Action, shift: int) -> Action:
-    return Action(action.stage, action.op, action.microbatch + shift, action.count)
+    return Action(action.stage, action.kind, action.microbatch + shift, action.count)
 
 
 # --- drawing ---
@@ -243,7 +243,7 @@ def _times(timeline: Timeline) -> str:
     others = []
     if len(set(costs.backward)) == 1:
         others.append(f"B = {costs.backward[0]:g} F")
-    split = any(action.op is Op.W for row in timeline.schedule.rows for action in row)
+    split = any(action.kind.replaces and action.kind.messages for row in timeline.schedule.rows for action in row)
     if split and len(set(costs.weight)) == 1 and costs.weight[0] != costs.backward[0] / 2:
         others.append(f"W = {costs.weight[0]:g} F")
     if costs.comm:

@@ -15,8 +15,9 @@ from itertools import chain
 from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies, EdgeLike
+from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
@@ -77,28 +78,30 @@ def check_cells(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
-    ops_of: defaultdict[tuple[int, int], set[Op]] = defaultdict(set)
+    kinds_of: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
+    extra: defaultdict[int, set[Kind]] = defaultdict(set)  # stage → its optional kinds of the backward pass
     for row in schedule.rows:
-        for stage, op, microbatch, _ in row:
-            ops_of[stage, microbatch].add(op)
+        for stage, kind, microbatch, _ in row:
+            if kind.is_optional and kind.part_of is BACKWARD:
+                extra[stage].add(kind)
+            elif kind.is_optional:
+                continue
+            kinds_of[stage, microbatch].add(kind)
     # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
-    again = {stage for (stage, _), ops in ops_of.items() if Op.R in ops}
     for stage, size in enumerate(schedule.groups):
-        right = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if schedule.backward[stage] else [{Op.F}]
-        if stage in again and schedule.backward[stage]:
-            right = [ops | {Op.R} for ops in right]
+        right = [{Kind.F} | kinds | extra[stage] for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
         for microbatch in range(0, schedule.microbatches, size):
-            if ops_of[stage, microbatch] in right:
+            if kinds_of[stage, microbatch] in right:
                 continue
             here, *wanted = (
-                [Action(stage, op, microbatch, size) for op in Op if op in ops]
-                for ops in [ops_of[stage, microbatch], *right]
+                [Action(stage, kind, microbatch, size) for kind in KINDS.values() if kind in kinds]
+                for kinds in [kinds_of[stage, microbatch], *right]
             )
             rank = schedule.rank_of(stage, microbatch)
             needed = ", or ".join(" ".join(map(str, actions)) for actions in wanted)
             present = " ".join(map(str, here)) or "none of them"
-            kind = "" if schedule.backward[stage] else " has no backward, and"
-            fact = f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {present}"
+            lacks = "" if schedule.backward[stage] else " has no backward, and"
+            fact = f"stage {stage}{lacks} needs {needed} on rank {rank}; the table has {present}"
             _fail(schedule, here or schedule.rows[rank][-1:], fact)
 
 
@@ -109,7 +112,7 @@ def _check_edges(schedule: Schedule) -> None:
     # Only the same group can use a group's value; values of single micro-batches can join any group.
     for source, target in schedule.edges:
         if groups[source] not in (1, groups[target]):
-            first = Action(target, Op.F, 0, groups[target])
+            first = Action(target, Kind.F, 0, groups[target])
             fact = f"stage {source} runs in groups of {groups[source]} micro-batches and feeds stage {target}"
             _fail(schedule, [first], f"{fact}, which runs in groups of {groups[target]}; they need the same groups")
     for stage, readers in schedule.dependencies.readers.items():

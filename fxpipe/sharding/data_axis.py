@@ -110,11 +110,11 @@ class Item:
 
     name: str
     numel: int
-    kind: Kind
+    kind: BucketKind
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """``stage``: the stage whose backward completes the gradient; None where several stages use the parameter.
     ``owners``: the pipe ranks that share the parameter, if several. ``whole``: whether one rank must step all of it.
     ``element``: bytes of the smallest of its types. ``group``: its types and device; equal throughout a bucket."""
@@ -140,7 +140,7 @@ class BucketLayout:
     """A bucket of ``size`` elements, with padding. ``root``: the shard rank that has all of it; None for equal
     sections."""
 
-    kind: Kind
+    kind: BucketKind
     slots: tuple[Slot, ...]
     size: int
     root: int | None
@@ -162,8 +162,8 @@ def lay_out(items: Sequence[Item], ranks: int, capacity: int, first: int) -> tup
     """
     # An item joins the open bucket of its kind and, where one rank steps it whole, of that rank.
     owner = _owners([item for item in items if item.kind.whole], ranks)
-    open_: dict[tuple[Kind, int | None], list[Item]] = {}
-    closed: list[tuple[tuple[Kind, int | None], list[Item]]] = []
+    open_: dict[tuple[BucketKind, int | None], list[Item]] = {}
+    closed: list[tuple[tuple[BucketKind, int | None], list[Item]]] = []
     for item in items:
         key = (item.kind, owner.get(item))
         content = open_.setdefault(key, [])
@@ -190,7 +190,7 @@ def _owners(items: Iterable[Item], ranks: int) -> dict[Item, int]:
     }
 
 
-def _bucket(kind: Kind, root: int | None, items: Sequence[Item], ranks: int) -> BucketLayout:
+def _bucket(kind: BucketKind, root: int | None, items: Sequence[Item], ranks: int) -> BucketLayout:
     step = max(ALIGNMENT // kind.element, 1)
     slots, end = [], 0
     for item in items:

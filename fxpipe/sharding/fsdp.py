@@ -40,7 +40,8 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import FORWARD
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.stage.awaiting import Waits
@@ -362,7 +363,7 @@ class FullyShardedGradients(Gradients):
 
     @contextlib.contextmanager
     def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:
-        self._start(graphs, [action for action in row if action.op is Op.F], _CallState())
+        self._start(graphs, [action for action in row if action.kind.part_of is FORWARD], _CallState())
         yield
         self.flush()
         self._stop()

@@ -30,7 +30,8 @@ from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.progress import log
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.stage.awaiting import Waits
 from fxpipe.torch_compat import FOREACH_NORM, given_to_total_norm, plain_results, recast
@@ -334,7 +335,7 @@ class WhoUsed:
 
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     """Stage → its last backward in a row."""
-    return {action.stage: action for action in row if action.op is not Op.F}
+    return {action.stage: action for action in row if action.kind.part_of is BACKWARD}
 
 
 # --- .grad on one of several pipe ranks, or beside DTensors: a norm of all gradients at hand is not the model's

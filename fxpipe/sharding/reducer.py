@@ -24,8 +24,9 @@ from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
-from fxpipe.schedules.action import Action, Op
-from fxpipe.sharding.data_axis import GradientSums, Item, Kind, lay_out
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, FORWARD
+from fxpipe.sharding.data_axis import BucketKind, GradientSums, Item, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
 from fxpipe.stage.awaiting import Waits
@@ -266,10 +267,10 @@ class Reducer(Gradients):
         }
 
 
-def _kind(shared: Shared, whole: bool) -> Kind:
+def _kind(shared: Shared, whole: bool) -> BucketKind:
     parameter = shared.parameter
     types = (parameter.dtype, parameter.grad_dtype or parameter.dtype)
-    return Kind(
+    return BucketKind(
         stage=shared.stages[0] if len(shared.stages) == 1 else None,
         owners=shared.owners,
         whole=whole,
@@ -294,8 +295,8 @@ def reducer_for(
     names = {id(parameter): name for name, parameter in reversed(parameters.items())}
     # Gradients come stage by stage in the order of the last backwards in this row; within a stage, the last parameters'
     # gradients come first. Buckets are filled in that order.
-    ends = {action.stage: index for index, action in enumerate(row) if action.op is not Op.F}
-    forwards = dict.fromkeys(action.stage for action in row if action.op is Op.F)
+    ends = {action.stage: index for index, action in enumerate(row) if action.kind.part_of is BACKWARD}
+    forwards = dict.fromkeys(action.stage for action in row if action.kind.part_of is FORWARD)
     reads = dict.fromkeys(id(parameter) for stage in forwards for parameter in graph[stage].parameters.values())
     turns = {key: turn for turn, key in enumerate(reads)}
     users: dict[int, dict[int, None]] = {}

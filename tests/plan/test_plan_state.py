@@ -18,7 +18,8 @@ from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.schedules import Costs, Problem, build, with_costs
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.verify import Machine, Step
 from tests.models import WIDTH, Chain
 
@@ -34,7 +35,7 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
 
     def family(problem: Problem) -> list[list[Action]]:
         asked.append(problem)
-        ops = (Op.F, Op.B)
+        ops = (Kind.F, Kind.B)
         return [[Action(s, op, j) for j in range(2) for s in stages for op in ops] for stages in problem.stages_of]
 
     first, other = (

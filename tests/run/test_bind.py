@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.run.actions.actions import BackwardAction, Bound, ForwardAction, LeftOut, bind
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, Kind
 from fxpipe.schedules.lower import Compute, Receive, Reduce, Release, Send
 from tests.strict_transport import run_strict
 
@@ -117,9 +118,9 @@ def test_what_has_no_weight_is_bound_without_its_messages_and_left_out(bound_to:
     run_strict(lambda rank: compiled(loss_weight=weight)(without(1)), 3)
     for bound in bound_to:
         left_out = [call.action for _, call in bound.calls if isinstance(call, LeftOut)]
-        assert left_out == [Action(bound.executors[0].rank, Op.B, 1)]
+        assert left_out == [Action(bound.executors[0].rank, Kind.B, 1)]
         messages = [one.message for one, _ in bound.calls if isinstance(one, Receive | Send | Release)]
-        assert not any(message.op is Op.B and message.microbatch == 1 for message in messages)
+        assert not any(message.direction is BACKWARD and message.microbatch == 1 for message in messages)
 
 
 def test_a_plan_is_bound_once_and_evaluation_is_bound_without_backwards(bound_to: list[Bound]) -> None:

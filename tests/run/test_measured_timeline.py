@@ -20,7 +20,7 @@ from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.distributed.stopwatch import ACTIONS, Elapsed, Lap, Reduced, Stopwatch
 from fxpipe.run.timeline_recorder import mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
@@ -64,7 +64,7 @@ class Ticks:
 
 def test_three_marks_make_a_lap_on_the_clock_that_it_is_told_on() -> None:
     stopwatch = Stopwatch(Ticks())
-    first, second = Action(0, Op.F, 0), Action(0, Op.B, 0)
+    first, second = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
     for action in (first, second):
         stopwatch.mark()
         stopwatch.mark()
@@ -81,7 +81,7 @@ def test_a_rank_that_is_held_back_stands_ready_from_when_it_begins_to_wait() -> 
         stopwatch.wait()  # for another message
         stopwatch.mark()
         stopwatch.mark()
-        stopwatch.end(Action(0, Op.F, 0))
+        stopwatch.end(Action(0, Kind.F, 0))
     assert [lap[1:] for lap in stopwatch.laps()] == [(0.1, 0.3, 0.4), (0.5, 0.7, 0.8)]
 
 
@@ -150,7 +150,7 @@ def test_a_timeline_begins_at_its_first_start_and_has_the_medians_for_costs() ->
 
 def test_what_never_ran_is_in_no_span_and_costs_nothing() -> None:
     schedule = build("1f1b", [(0, 1)], 2)
-    timeline = timeline_of(schedule, [lap for lap in laps_by_hand() if lap.action.op is Op.F])
+    timeline = timeline_of(schedule, [lap for lap in laps_by_hand() if lap.action.kind is Kind.F])
     assert set(timeline.spans) == {Action.parse(cell) for cell in ("0F0", "0F1", "1F0", "1F1")}
     assert timeline.costs.backward == (0.0, 0.0)
     assert timeline_of(schedule, []).makespan == 0
@@ -573,7 +573,7 @@ def test_a_step_without_backward_says_nothing_about_costs() -> None:
     forward_backward = sleepers([0, 1, 0, 1], AWAKE, loss_weight=lambda x: 0.0)
     forward_backward.record_timeline()
     forward_backward(batch())
-    assert all(action.op is Op.F for action in forward_backward.timeline().spans)
+    assert all(action.kind is Kind.F for action in forward_backward.timeline().spans)
     with pytest.raises(RunError, match="no micro-batch of the recorded step had weight"):
         forward_backward.reschedule()
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Schedule, StageGraph, Topology
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import Kind
 from tests.harness import assert_same, assert_trains, compiled, gradients_of, trained
 from tests.models import CASES, RANDOM, WIDTH
 from tests.thinned import in_turn
@@ -28,7 +28,7 @@ from tests.thinned import in_turn
 def with_recomputation(schedule: Schedule) -> Schedule:
     """The table with an R right in front of each backward."""
     rows = [
-        [one for action in row for one in ([action._replace(op=Op.R)] if action.op is Op.B else []) + [action]]
+        [one for action in row for one in ([action._replace(kind=Kind.R)] if action.kind is Kind.B else []) + [action]]
         for row in schedule.rows
     ]
     return dataclasses.replace(schedule, rows=tuple(map(tuple, rows)))
@@ -385,7 +385,12 @@ def test_an_r_may_come_long_before_its_gradient() -> None:
     case = RANDOM["dropout"]
     table = with_recomputation(compiled(case, schedule="gpipe").schedule)
     rows = [
-        [one for a in row if a.op is not Op.R for one in ([a, a._replace(op=Op.R)] if a.op is Op.F else [a])]
+        [
+            one
+            for a in row
+            if a.kind is not Kind.R
+            for one in ([a, a._replace(kind=Kind.R)] if a.kind is Kind.F else [a])
+        ]
         for row in table.rows
     ]
     early = dataclasses.replace(table, rows=tuple(map(tuple, rows)))

@@ -23,7 +23,7 @@ from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.run import exchange as exchange_module
 from fxpipe.run.exchange import HEADER, WireExchange
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import BACKWARD, FORWARD
 from fxpipe.schedules.lower import Message
 from fxpipe.torch_compat import pytree
 from tests.harness import engine_of
@@ -35,11 +35,11 @@ every_seed = pytest.mark.parametrize("seed", range(3))
 
 
 def forward(microbatch: int, edge: int = 0) -> Message:
-    return Message(edge, Op.F, microbatch, 0, 1)
+    return Message(edge, FORWARD, microbatch, 0, 1)
 
 
 def gradient(microbatch: int, edge: int = 0) -> Message:
-    return Message(edge, Op.B, microbatch, 1, 0)
+    return Message(edge, BACKWARD, microbatch, 1, 0)
 
 
 class Recording:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Reduce, Release, Send, lower
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import Value, gradient_of
 
-GRADIENT = (Op.B, Op.I)
+GRADIENT = (Kind.B, Kind.I)
 """What makes the gradients of a stage's inputs."""
 
 
@@ -26,7 +27,7 @@ def per_pair(message: Message) -> object:
 
 
 def per_kind(message: Message) -> object:
-    return per_pair(message), message.op
+    return per_pair(message), message.direction
 
 
 class Network:
@@ -48,7 +49,7 @@ class Network:
         self.over: set[Message] = set()
         self.ran: set[Action] = set()
         computes = (step.action for row in instructions for step in row if isinstance(step, Compute))
-        self.halved = {(action.stage, action.microbatch) for action in computes if action.op is Op.I}
+        self.halved = {(action.stage, action.microbatch) for action in computes if action.kind is Kind.I}
 
     def ends(self, seed: int) -> bool:
         """Plays the ranks in an order drawn at random; whether all get to their end and nothing is left over."""
@@ -105,22 +106,22 @@ class Network:
         found = set()
         for index, (source, target, _) in enumerate(self.edges):
             here, there = self.rank(source, action.microbatch), self.rank(target, action.microbatch)
-            if here != there and action.op is Op.F and target == action.stage:
-                found.add(Message(index, Op.F, action.microbatch, here, there))
-            if here != there and action.op in GRADIENT and source == action.stage and self.backward[target]:
-                found.add(Message(index, Op.B, action.microbatch, there, here))
+            if here != there and action.kind is Kind.F and target == action.stage:
+                found.add(Message(index, FORWARD, action.microbatch, here, there))
+            if here != there and action.kind in GRADIENT and source == action.stage and self.backward[target]:
+                found.add(Message(index, BACKWARD, action.microbatch, there, here))
         return found
 
     def locals(self, action: Action) -> set[Action]:
         """The actions of the same rank that an action needs, from the edges."""
         stage, op, j, _ = action
-        if op is Op.W:
-            return {Action(stage, Op.I, j)}
-        found = {Action(stage, Op.F, j)} if op in GRADIENT else set()
+        if op is Kind.W:
+            return {Action(stage, Kind.I, j)}
+        found = {Action(stage, Kind.F, j)} if op in GRADIENT else set()
         for source, target, _ in self.edges:
             if self.rank(source, j) == self.rank(target, j):
-                if op is Op.F and target == stage:
-                    found.add(Action(source, Op.F, j))
+                if op is Kind.F and target == stage:
+                    found.add(Action(source, Kind.F, j))
                 if op in GRADIENT and source == stage and self.backward[target]:
                     found.add(gradient_of(target, j, self.halved))
         return found
@@ -143,11 +144,11 @@ class Clocked(Network):
         self.arrived: dict[Message, float] = {}
         self.spans: dict[Action, tuple[float, float]] = {}
         sent = [step.message for row in lowered for step in row if isinstance(step, Send)]
-        self.carrier = {(sources[one.edge], *one[1:]): one for one in sent if one.op is Op.F}
+        self.carrier = {(sources[one.edge], *one[1:]): one for one in sent if one.direction is FORWARD}
 
     def inputs(self, action: Action) -> set[Message]:
         return {
-            message if message.op is not Op.F else self.carrier[self.edges[message.edge].source, *message[1:]]
+            message if message.direction is BACKWARD else self.carrier[self.edges[message.edge].source, *message[1:]]
             for message in super().inputs(action)
         }
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from fxpipe.schedules import Costs, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies
+from fxpipe.schedules.kinds import FORWARD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import simulate
@@ -34,7 +35,7 @@ def most_ahead(schedule: Schedule, order: Sequence[Action]) -> Counter[int]:
     most: Counter[int] = Counter()
     readers = {s: {t for source, t in schedule.edges if source == s} for s in range(len(schedule.placement))}
     for action in order:
-        if action.op is Op.F:
+        if action.kind is Kind.F:
             begun[action.stage] += action.count
         for stage, mine in readers.items():
             if mine and not schedule.backward[stage]:
@@ -54,9 +55,9 @@ def test_at_no_costs_is_a_stage_further_ahead_than_its_cap() -> None:
         for stage, cap in caps.items():
             for reader in {t for source, t in schedule.edges if source == stage}:
                 for j in range(cap, schedule.microbatches):
-                    start = spans[Action(stage, Op.F, j)].start
+                    start = spans[Action(stage, Kind.F, j)].start
                     if schedule.placement[reader] == schedule.placement[stage]:
-                        assert spans[Action(reader, Op.F, j - cap)].end <= start
+                        assert spans[Action(reader, Kind.F, j - cap)].end <= start
                     else:
                         before = posted[stage, schedule.placement[reader], j - cap]
                         assert (spans[before].end if before else 0) + comm <= start
@@ -72,7 +73,7 @@ def posts(schedule: Schedule) -> dict[tuple[int, object, int], Action | None]:
         for step in row:
             if isinstance(step, Compute):
                 last = step.action
-            elif isinstance(step, Receive) and step.message.op is Op.F:
+            elif isinstance(step, Receive) and step.message.direction is FORWARD:
                 _, _, microbatch, _, receiver = step.message
                 found.setdefault((schedule.edges[step.message.edge][0], receiver, microbatch), last)
     return found
@@ -101,7 +102,7 @@ def most_held(row: Sequence[Instruction], edge: int) -> int:
     """The most values of an edge that a rank has sent and not released."""
     held = most = 0
     for step in row:
-        if isinstance(step, Send | Release) and step.message.edge == edge and step.message.op is Op.F:
+        if isinstance(step, Send | Release) and step.message.edge == edge and step.message.direction is FORWARD:
             held += 1 if isinstance(step, Send) else -1
             most = max(most, held)
     return most

@@ -13,8 +13,9 @@ import pytest
 
 from fxpipe import ScheduleError, compare
 from fxpipe.schedules import SCHEDULES, Costs, Problem, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.limits import ScheduleName
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import Bare, random_bare, values_of
 from tests.schedules.network import network
@@ -79,7 +80,7 @@ def test_micro_batch_i_is_on_the_i_mod_r_th_rank() -> None:
     for rank, row in enumerate(schedule.rows):
         for stage, _, microbatch, _ in row:
             assert rank == {0: (2, 0), 1: (0,), 2: (1, 2, 0)}[stage][microbatch % (2, 1, 3)[stage]]
-    assert schedule.rank(Action(0, Op.B, 3)) == 0
+    assert schedule.rank(Action(0, Kind.B, 3)) == 0
     assert schedule.placement == ((2, 0), 0, (1, 2, 0))
     heads = [line.split()[:4] for line in str(schedule).splitlines()[2:5]]
     assert [head[0] for head in heads] == ["0", "1", "2"]
@@ -138,7 +139,7 @@ def test_recomputed_stages_and_memory() -> None:
     schedule = build("1f1b", [(0, 1), (1, 2)], 8, [(0, 1), 0, 1], costs=costs, memory=8)
     assert max(schedule.planned().peak_bytes or ()) <= 8
     again = build("1f1b", [(0, 1), (1, 2)], 8, [(0, 1), 0, 1], recompute=[True, False, False])
-    assert sum(action.op is Op.R for row in again.rows for action in row) == 8
+    assert sum(action.kind is Kind.R for row in again.rows for action in row) == 8
     with pytest.raises(ScheduleError, match=r"rank 0 may hold 5 bytes, .* its stages \[0, 1\] takes 6"):
         build("1f1b", [(0, 1), (1, 2)], 8, [(0, 1), 0, 1], costs=costs, memory=5)
     for room in (6, 7, 11, 12, 20):

@@ -8,7 +8,7 @@ import random
 import pytest
 
 import fxpipe
-from fxpipe import Action, Op, Schedule, ScheduleError, Timeline
+from fxpipe import Action, Kind, Schedule, ScheduleError, Timeline
 from fxpipe.distributed.stopwatch import Lap
 from fxpipe.run.timeline_recorder import timeline_of
 from fxpipe.schedules import Costs, build
@@ -152,7 +152,7 @@ def test_a_plan_in_forwards_beside_a_step_in_seconds_is_refused_with_what_to_wri
 def test_what_ran_in_one_of_two_steps_alone_counts_as_longer() -> None:
     """A micro-batch without weight has no backward."""
     real = by_hand().real
-    forwards = [Lap(action, start, start, end) for action, (start, end) in real.spans.items() if action.op is Op.F]
+    forwards = [Lap(action, start, start, end) for action, (start, end) in real.spans.items() if action.kind is Kind.F]
     shorter = timeline_of(real.schedule, forwards)
     parts = {part.what: part for part in fxpipe.compare(shorter, real).path}
     assert parts["B of stage 1: last"] == Part("B of stage 1: last", 1, 0.0, 3.0)

@@ -10,8 +10,9 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import KINDS, Kind
 from tests.graphs import chain
 
 
@@ -47,7 +48,7 @@ def test_costs_that_cannot_be_are_refused_with_their_name_and_value(costs: dict[
 
 def test_what_an_action_holds_beside_its_stage_is_that_of_backwards_and_of_each_micro_batch() -> None:
     costs = dataclasses.replace(Costs.of(2), again_bytes=(3.0, 5.0))
-    held = {op: costs.beside(Action(1, op, 0, 2)) for op in Op}
-    assert {op for op, number in held.items() if number} == {Op.B, Op.I}
-    assert held[Op.B] == held[Op.I] == 2 * 5
-    assert Costs.of(2).beside(Action(1, Op.B, 0)) == 0
+    held = {kind: costs.beside(Action(1, kind, 0, 2)) for kind in KINDS.values()}
+    assert {op for op, number in held.items() if number} == {Kind.B, Kind.I}
+    assert held[Kind.B] == held[Kind.I] == 2 * 5
+    assert Costs.of(2).beside(Action(1, Kind.B, 0)) == 0

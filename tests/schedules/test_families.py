@@ -14,9 +14,10 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.zero_bubble import in_halves
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, bare, before, branches, chain, random_bare
 from tests.thinned import every, seeds
@@ -48,9 +49,9 @@ GRAPHS: dict[str, Bare] = {
 }
 
 
-def backward_ops(name: str) -> tuple[Op, ...]:
+def backward_ops(name: str) -> tuple[Kind, ...]:
     """What a family makes of a backward, in order: the first makes the gradients that other stages wait for."""
-    return (Op.I, Op.W) if name == "zb_h1" else (Op.B,)
+    return (Kind.I, Kind.W) if name == "zb_h1" else (Kind.B,)
 
 
 # --- every schedule, every graph ---
@@ -71,9 +72,9 @@ def assert_every_action_stands_once_on_the_rank_of_its_stage(name: str, graph: B
     wanted = Counter(
         (graph.placement[stage], Action(stage, op, j))
         for stage in range(graph.stages)
-        for op in (Op.F, *backward_ops(name))
+        for op in (Kind.F, *backward_ops(name))
         for j in range(m)
-        if op is Op.F or graph.backward[stage]
+        if op is Kind.F or graph.backward[stage]
     )
     assert found == wanted
 
@@ -82,12 +83,12 @@ def assert_dependencies_hold_in_simulated_time(name: str, graph: Bare, m: int) -
     schedule = graph.build(name, m)
     forward = [1 + stage % 3 for stage in range(graph.stages)]
     spans = schedule.simulate(forward, backward=2.5, weight=0.75, comm=0.25).spans
-    cost = {Op.B: 2.5, Op.I: 1.75, Op.W: 0.75}
-    split = Op.I in backward_ops(name)
+    cost = {Kind.B: 2.5, Kind.I: 1.75, Kind.W: 0.75}
+    split = Kind.I in backward_ops(name)
     halved = [(stage, j) for stage in range(graph.stages) for j in range(m)] if split else []
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            assert spans[action].duration == cost.get(action.op, forward[action.stage])
+            assert spans[action].duration == cost.get(action.kind, forward[action.stage])
             for other in before(graph, action, halved):
                 hop = 0.25 if graph.placement[other.stage] != rank else 0
                 assert spans[other].end + hop <= spans[action].start
@@ -100,7 +101,7 @@ def assert_backwards_run_in_micro_batch_order(name: str, graph: Bare, m: int) ->
     for row in graph.build(name, m).rows:
         for stage in range(graph.stages):
             for op in backward_ops(name):
-                order = [action.microbatch for action in row if action.stage == stage and action.op is op]
+                order = [action.microbatch for action in row if action.stage == stage and action.kind is op]
                 assert order == sorted(order)
 
 
@@ -110,7 +111,7 @@ def assert_the_peak_is_the_most_forwards_that_wait_for_their_backward(name: str,
     for stage in range(graph.stages):
         if graph.backward[stage]:
             held = [
-                (result.spans[Action(stage, Op.F, j)].end, result.spans[Action(stage, last, j)].end) for j in range(m)
+                (result.spans[Action(stage, Kind.F, j)].end, result.spans[Action(stage, last, j)].end) for j in range(m)
             ]
             most = max(sum(start <= moment < end for start, end in held) for moment, _ in held)
             assert result.peak_in_flight[stage] == most
@@ -142,8 +143,8 @@ def one_after_another(problem: Problem) -> list[list[Action]]:
             action
             for j in range(problem.microbatches)
             for action in (
-                *(Action(stage, Op.F, j) for stage in stages),
-                *(Action(stage, Op.B, j) for stage in reversed(stages) if problem.backward[stage]),
+                *(Action(stage, Kind.F, j) for stage in stages),
+                *(Action(stage, Kind.B, j) for stage in reversed(stages) if problem.backward[stage]),
             )
         ]
         for stages in problem.stages_of
@@ -169,7 +170,7 @@ def test_a_family_is_asked_with_all_that_the_user_said() -> None:
 
 def test_what_a_family_of_ones_own_gets_wrong_is_told_with_its_table() -> None:
     def forwards_alone(problem: Problem) -> list[list[Action]]:
-        return [[Action(stage, Op.F, 0) for stage in stages] for stages in problem.stages_of]
+        return [[Action(stage, Kind.F, 0) for stage in stages] for stages in problem.stages_of]
 
     with pytest.raises(ScheduleError, match="stage 0 needs 0F0 0B0, or 0F0 0I0 0W0 on rank 0; the table has 0F0"):
         build(forwards_alone, chain(2), 1)
@@ -236,11 +237,11 @@ def test_stages_that_no_edge_mentions_count() -> None:
 
 def test_rows_given_as_lists_are_kept_as_they_were() -> None:
     """A table that was verified cannot be changed behind its back."""
-    rows = [[Action(0, Op.F, 0), Action(0, Op.B, 0)]]
+    rows = [[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]]
     schedule = Schedule(rows, [], [0], [True], 1)  # type: ignore[arg-type]
     schedule.verify()
     rows[0].pop()
-    assert schedule.rows == ((Action(0, Op.F, 0), Action(0, Op.B, 0)),)
+    assert schedule.rows == ((Action(0, Kind.F, 0), Action(0, Kind.B, 0)),)
     assert hash(schedule) == hash(Schedule(schedule.rows, (), (0,), (True,), 1))
 
 
@@ -283,8 +284,8 @@ def test_greedy_puts_w_off_within_memory_where_the_costs_tell_what_that_holds() 
     costs = Costs.of(4, activation_bytes=10, deferred_bytes=4)
     plain = build("greedy", chain(4), 8, costs=Costs.of(4, activation_bytes=10), memory=40)
     assert plain.planned().makespan == 33
-    assert Op.W not in {action.op for row in plain.rows for action in row}
-    assert Op.W not in {action.op for row in build("greedy", chain(4), 8, costs=costs).rows for action in row}
+    assert Kind.W not in {action.kind for row in plain.rows for action in row}
+    assert Kind.W not in {action.kind for row in build("greedy", chain(4), 8, costs=costs).rows for action in row}
     times = []
     for memory in (40, 30, 20, 10):
         plan = build("greedy", chain(4), 8, costs=costs, memory=memory).planned()
@@ -326,16 +327,16 @@ def test_list_scheduling_takes_the_best_action_that_is_ready_as_soon_as_one_is(s
     others = 0
     for action, span in spans.items():
         here = [other for other in spans if rank_of[other.stage] == rank_of[action.stage]]
-        begun = Counter((other.stage, other.op) for other in here if spans[other].start < span.start)
+        begun = Counter((other.stage, other.kind) for other in here if spans[other].start < span.start)
         free = max((spans[other].end for other in here if spans[other].start < span.start), default=0)
         for other in here:
             stage, op, j, _ = other
-            in_flight = begun[stage, Op.F] - begun[stage, Op.B]
-            below = op is Op.B or not graph.backward[stage] or in_flight < depth[stage]
+            in_flight = begun[stage, Kind.F] - begun[stage, Kind.B]
+            below = op is Kind.B or not graph.backward[stage] or in_flight < depth[stage]
             if j != begun[stage, op] or not below or other == action:
                 continue
             ready = max([free, *(spans[one].end for one in before(graph, other, (), ahead))])
-            keys = [(one.op is Op.F, depth[one.stage], one.microbatch) for one in (action, other)]
+            keys = [(one.kind is Kind.F, depth[one.stage], one.microbatch) for one in (action, other)]
             assert (span.start, keys[0]) <= (ready, keys[1])
             others += 1
     assert others > 0 or m == 1

@@ -7,8 +7,9 @@ from fractions import Fraction
 import pytest
 
 from fxpipe.schedules import ScheduleName, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule, Timeline
 from tests.graphs import WORKED, Pairs, branches, chain
 from tests.thinned import ALL, every
@@ -39,7 +40,7 @@ def most_in_flight(schedule: Schedule) -> list[int]:
     for row in schedule.rows:
         held = peak = 0
         for action in row:
-            held += {Op.F: 1, Op.B: -1, Op.I: 0, Op.W: -1}[action.op]
+            held += {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[action.kind]
             peak = max(peak, held)
         peaks.append(peak)
     return peaks
@@ -226,6 +227,6 @@ def test_a_frozen_tower_costs_its_first_forward_and_is_at_most_two_messages_ahea
     assert frozen.makespan == 4 + m * 3 + 2
     for stage, reader in ((0, 1), (1, 2), (2, 3), (3, 5)):
         for j in range(m):
-            start = frozen.spans[Action(stage, Op.F, j)].start
-            ended = sum(frozen.spans[Action(reader, Op.F, k)].end <= start for k in range(m))
+            start = frozen.spans[Action(stage, Kind.F, j)].start
+            ended = sum(frozen.spans[Action(reader, Kind.F, k)].end <= start for k in range(m))
             assert j + 1 - ended <= 2 + 2

@@ -11,9 +11,10 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.lower import Compute, Receive
 from fxpipe.schedules.schedule import Row, Schedule, Timeline
 from fxpipe.schedules.verify import verify
@@ -51,7 +52,7 @@ def test_groups_are_interleaved_where_a_flush_per_group_takes_a_third_longer() -
     plan = worked("group_interleaved", 16, 4)
     assert plan.makespan == plan.lower_bound == 1 + 16 * 3 + 2
     assert max(plan.peak_in_flight) == 8
-    first = [action.op for action in plan.schedule.rows[0]].index(Op.B)
+    first = [action.kind for action in plan.schedule.rows[0]].index(Kind.B)
     assert first >= 4 + 3 - 1  # K + d − 1 forwards
 
 
@@ -128,7 +129,7 @@ def built(name: str, seed: int, costs: Costs | None = None) -> tuple[Schedule, B
     return made, graph, sizes
 
 
-def covering(stage: int, op: Op, j: int, size: int) -> Action:
+def covering(stage: int, op: Kind, j: int, size: int) -> Action:
     return Action(stage, op, j // size * size, size)
 
 
@@ -139,29 +140,33 @@ def test_every_micro_batch_is_covered_once_on_the_rank_of_its_stage_and_nothing_
         m = schedule.microbatches
         timeline = schedule.simulate(forward=[1 + stage % 3 for stage in range(graph.stages)], comm=0.25)
         spans, placement = timeline.spans, graph.placement
-        ops = {action.op for action in spans}
-        half = Op.I if Op.I in ops else Op.B
+        ops = {action.kind for action in spans}
+        half = Kind.I if Kind.I in ops else Kind.B
         wanted = Counter(
             (placement[stage], covering(stage, op, j, sizes[stage]))
             for stage in range(graph.stages)
-            for op in ((Op.F, *((Op.I, Op.W) if half is Op.I else (Op.B,))) if graph.backward[stage] else (Op.F,))
+            for op in (
+                (Kind.F, *((Kind.I, Kind.W) if half is Kind.I else (Kind.B,))) if graph.backward[stage] else (Kind.F,)
+            )
             for j in range(0, m, sizes[stage])
         )
-        found = [(rank, action) for rank, row in enumerate(schedule.rows) for action in row if action.op is not Op.R]
+        found = [
+            (rank, action) for rank, row in enumerate(schedule.rows) for action in row if action.kind is not Kind.R
+        ]
         assert Counter(found) == wanted
         assert schedule.groups == tuple(sizes)
         for action, span in spans.items():
             stage, op, first, count = action
-            forward = op is Op.F
+            forward = op is Kind.F
             others = graph.sources(stage) if forward else [t for t in graph.targets(stage) if graph.backward[t]]
-            for other in others if op in (Op.F, half) else ():
+            for other in others if op in (Kind.F, half) else ():
                 for j in range(first, first + count):
-                    needed = covering(other, Op.F if forward else half, j, sizes[other])
+                    needed = covering(other, Kind.F if forward else half, j, sizes[other])
                     hop = 0.25 * (placement[other] != placement[stage])
                     assert spans[needed].end + hop <= span.start
-            if op is not Op.F:
-                assert spans[Action(stage, Op.F, first, count)].end <= span.start
-            if op is Op.R:
+            if op is not Kind.F:
+                assert spans[Action(stage, Kind.F, first, count)].end <= span.start
+            if op is Kind.R:
                 assert span.end <= spans[Action(stage, half, first, count)].start
 
 
@@ -182,27 +187,27 @@ def test_the_lower_bound_holds_for_groups(name: str) -> None:
 def test_a_group_runs_when_all_of_its_messages_have_arrived_and_a_message_is_used_once(name: str) -> None:
     for seed in seeds(30):
         schedule, graph, sizes = built(name, seed)
-        arrived: set[tuple[int, int, Op, int]] = set()
+        arrived: set[tuple[int, int, Kind, int]] = set()
         for rank, step in verify(schedule):
             if isinstance(step, Receive):
-                arrived.add((rank, step.message.edge, step.message.op, step.message.microbatch))
-            if not isinstance(step, Compute) or step.action.op in (Op.R, Op.W):
+                arrived.add((rank, step.message.edge, step.message.direction, step.message.microbatch))
+            if not isinstance(step, Compute) or step.action.kind in (Kind.R, Kind.W):
                 continue
             stage, op, first, count = step.action
             for index, (source, target) in enumerate(graph.edges):
                 if graph.placement[source] == graph.placement[target]:
                     continue
                 numbers = {j // sizes[source] * sizes[source] for j in range(first, first + count)}
-                if op is Op.F and target == stage:
-                    assert {(rank, index, Op.F, j) for j in numbers} <= arrived
-                elif op is not Op.F and source == stage and graph.backward[target]:
-                    assert {(rank, index, Op.B, j) for j in numbers} <= arrived
+                if op is Kind.F and target == stage:
+                    assert {(rank, index, FORWARD, j) for j in numbers} <= arrived
+                elif op is not Kind.F and source == stage and graph.backward[target]:
+                    assert {(rank, index, BACKWARD, j) for j in numbers} <= arrived
 
 
 def test_what_feeds_no_gathered_stage_is_not_recomputed() -> None:
     """0 feeds the gathered 1, and 2, which runs micro-batch by micro-batch; 3 is behind the gathered one."""
     schedule = build("cached", [(0, 1), (0, 2), (1, 3)], 4, gather={1: None})
-    assert {action.stage for row in schedule.rows for action in row if action.op is Op.R} == {0}
+    assert {action.stage for row in schedule.rows for action in row if action.kind is Kind.R} == {0}
     assert schedule.groups == (1, 4, 1, 4)
 
 

@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, pairs
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
@@ -39,17 +40,25 @@ def messages(row: Sequence[Instruction], kind: type[Send] | type[Receive]) -> li
 def made_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
     """The action that makes a message."""
     value, j = values[message.edge], message.microbatch
-    return Action(value.source, Op.F, j) if message.op is Op.F else gradient_of(value.target, j, halved(schedule))
+    return (
+        Action(value.source, Kind.F, j)
+        if message.direction is FORWARD
+        else gradient_of(value.target, j, halved(schedule))
+    )
 
 
 def used_by(message: Message, schedule: Schedule, values: Sequence[Value]) -> Action:
     """The action that needs a message."""
     value, j = values[message.edge], message.microbatch
-    return Action(value.target, Op.F, j) if message.op is Op.F else gradient_of(value.source, j, halved(schedule))
+    return (
+        Action(value.target, Kind.F, j)
+        if message.direction is FORWARD
+        else gradient_of(value.source, j, halved(schedule))
+    )
 
 
 def halved(schedule: Schedule) -> set[tuple[int, int]]:
-    return {(action.stage, action.microbatch) for row in schedule.rows for action in row if action.op is Op.I}
+    return {(action.stage, action.microbatch) for row in schedule.rows for action in row if action.kind is Kind.I}
 
 
 def test_the_computes_of_a_rank_are_its_row(examples: Examples) -> None:
@@ -62,8 +71,10 @@ def test_every_value_and_gradient_that_changes_ranks_is_sent_once_and_received_o
     for schedule, values, lowered in examples:
         rank_of, m = schedule.placement, schedule.microbatches
         crossing = [(i, v) for i, v in enumerate(values) if rank_of[v.source] != rank_of[v.target]]
-        wanted = [Message(i, Op.F, j, rank_of[v.source], rank_of[v.target]) for i, v in crossing for j in range(m)] + [
-            Message(i, Op.B, j, rank_of[v.target], rank_of[v.source])
+        wanted = [
+            Message(i, FORWARD, j, rank_of[v.source], rank_of[v.target]) for i, v in crossing for j in range(m)
+        ] + [
+            Message(i, BACKWARD, j, rank_of[v.target], rank_of[v.source])
             for i, v in crossing
             for j in range(m)
             if schedule.backward[v.source]
@@ -143,7 +154,7 @@ def test_on_a_chain_an_activation_is_released_when_its_gradient_comes() -> None:
         if isinstance(step, Compute):
             told.append(str(step.action))
         elif isinstance(step, Release):
-            told.append(f"release {step.message.op.value}{step.message.microbatch}")
+            told.append(f"release {step.message.direction.value}{step.message.microbatch}")
     assert told == ["0F0", "0F1", "0B0", "release F0", "0F2", "0B1", "release F1", "0B2", "release F2"]
 
 
@@ -175,10 +186,10 @@ def test_groups_tied_over_the_same_ranks_are_reduced_together() -> None:
 
 def test_a_gathered_stage_is_sent_each_micro_batch_and_sends_each_its_gradient() -> None:
     *_, last = joined(JOINED).instructions
-    sent = [(message.edge, message.op, message.microbatch) for message in messages(last, Send)]
-    received = [(message.edge, message.op, message.microbatch) for message in messages(last, Receive)]
-    assert sorted(received) == sorted((edge, Op.F, j) for edge in (1, 3) for j in range(4))
-    assert sent == [(edge, Op.B, j) for edge in (1, 3) for j in range(4)]
+    sent = [(message.edge, message.direction, message.microbatch) for message in messages(last, Send)]
+    received = [(message.edge, message.direction, message.microbatch) for message in messages(last, Receive)]
+    assert sorted(received) == sorted((edge, FORWARD, j) for edge in (1, 3) for j in range(4))
+    assert sent == [(edge, BACKWARD, j) for edge in (1, 3) for j in range(4)]
     computes = [place for place, step in enumerate(last) if isinstance(step, Compute)]
     assert [type(step) for step in last[: computes[0]]] == [Receive] * 8
     assert [type(step) for step in last[computes[1] + 1 :]] == [Send] * 8
@@ -201,25 +212,29 @@ def test_the_receives_of_a_group_are_spread_over_the_actions_in_front_of_it() ->
 def test_from_one_gathered_stage_to_another_there_is_a_message_for_each_group() -> None:
     rows = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\n1F0-1 1F2-3 1B0-1 1B2-3\n2F0-1 2B0-1 2F2-3 2B2-3"
     _, gathered, behind = joined(rows, chain(3)).instructions
-    assert [(m.op, m.microbatch) for m in messages(gathered, Send) if m.edge == 1] == [(Op.F, 0), (Op.F, 2)]
-    assert [(m.op, m.microbatch) for m in messages(behind, Send)] == [(Op.B, 0), (Op.B, 2)]
-    assert [(m.op, m.microbatch) for m in messages(gathered, Send) if m.edge == 0] == [(Op.B, j) for j in range(4)]
+    assert [(m.direction, m.microbatch) for m in messages(gathered, Send) if m.edge == 1] == [
+        (FORWARD, 0),
+        (FORWARD, 2),
+    ]
+    assert [(m.direction, m.microbatch) for m in messages(behind, Send)] == [(BACKWARD, 0), (BACKWARD, 2)]
+    gradients = [(m.direction, m.microbatch) for m in messages(gathered, Send) if m.edge == 0]
+    assert gradients == [(BACKWARD, j) for j in range(4)]
 
 
 def test_a_forward_that_is_run_again_waits_for_no_message_and_its_gradient_is_posted_before_it() -> None:
     """The receive stands an action ahead of its use, so that the R runs while the gradient is under way."""
     first = joined("0F0 0F1 0R0 0B0 0R1 0B1\n1F0 1B0 1F1 1B1", chain(2)).instructions[0]
     before = {str(second.action): first for first, second in pairwise(first) if isinstance(second, Compute)}
-    assert before["0R0"] == Receive(Message(0, Op.B, 0, 1, 0))
-    assert before["0R1"] == Receive(Message(0, Op.B, 1, 1, 0))
+    assert before["0R0"] == Receive(Message(0, BACKWARD, 0, 1, 0))
+    assert before["0R1"] == Receive(Message(0, BACKWARD, 1, 1, 0))
     assert sum(isinstance(step, Send) for step in first) == 2
 
 
 def test_what_was_sent_into_a_group_is_released_when_its_gradient_has_come() -> None:
     first = joined("0F0 0F1 0B0 0B1\n1F0-1 1B0-1", chain(2)).instructions[0]
-    assert first[first.index(Compute(Action(0, Op.B, 0))) + 1 :][:2] == (
-        Release(Message(0, Op.F, 0, 0, 1)),
-        Release(Message(0, Op.F, 1, 0, 1)),
+    assert first[first.index(Compute(Action(0, Kind.B, 0))) + 1 :][:2] == (
+        Release(Message(0, FORWARD, 0, 0, 1)),
+        Release(Message(0, FORWARD, 1, 0, 1)),
     )
 
 
@@ -229,9 +244,9 @@ def test_a_value_is_sent_once_to_a_rank_and_each_stage_there_sends_a_gradient() 
     parsed = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     edges = [Value(0, 1, 0), Value(0, 2, 0), Value(0, 3, 0), Value(0, 2, 1)]
     lowered = lower(parsed, edges, (0, 1, 1, 2), (True,) * 4, values=["x", "x", "x", "y"])
-    first, second, third = ([(m.edge, m.op, m.microbatch) for m in messages(row, Send)] for row in lowered)
-    assert first == [(edge, Op.F, j) for j, edges in ((0, (0, 2, 3)), (1, (1, 2, 3))) for edge in edges]
-    assert sorted(second) == sorted((edge, Op.B, j) for edge in (0, 1, 3) for j in range(2))
-    assert third == [(2, Op.B, 0), (2, Op.B, 1)]
+    first, second, third = ([(m.edge, m.direction, m.microbatch) for m in messages(row, Send)] for row in lowered)
+    assert first == [(edge, FORWARD, j) for j, edges in ((0, (0, 2, 3)), (1, (1, 2, 3))) for edge in edges]
+    assert sorted(second) == sorted((edge, BACKWARD, j) for edge in (0, 1, 3) for j in range(2))
+    assert third == [(2, BACKWARD, 0), (2, BACKWARD, 1)]
     schedule = Schedule(parsed, ((0, 1), (0, 2), (0, 3)), (0, 1, 1, 2), (True,) * 4, 2)
     assert len(prove(schedule, lowered, edges)) == sum(map(len, lowered))

@@ -13,10 +13,11 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.laps import laps
 from fxpipe.schedules.families.limits import round_trip_caps
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.simulate import least_makespan
 from tests.graphs import FAMILIES, WORKED, Bare, Pairs, bare, branches, chain, random_bare
@@ -80,7 +81,7 @@ def test_the_same_of_groups(name: str, group: int | None) -> None:
 
 
 def test_a_table_that_deadlocks_takes_for_ever() -> None:
-    rows = [tuple(Action(stage, op, 0) for op in (Op.F, Op.B)) for stage in range(2)]
+    rows = [tuple(Action(stage, op, 0) for op in (Kind.F, Kind.B)) for stage in range(2)]
     for first, makespan in ((rows[0], 6), (rows[0][::-1], math.inf)):
         table = Schedule((first, rows[1]), ((0, 1),), (0, 1), (True, True), 1)
         assert least_makespan(table, Costs.of(2)) == makespan
@@ -121,10 +122,10 @@ def most_held(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
         held: dict[Action, float] = {}
         peak = 0.0
         for stage, op, j, _ in row:
-            if op is Op.F and schedule.backward[stage]:
-                held[Action(stage, Op.F, j)] = sizes[stage]
-            elif op in (Op.B, Op.W):
-                del held[Action(stage, Op.F, j)]
+            if op is Kind.F and schedule.backward[stage]:
+                held[Action(stage, Kind.F, j)] = sizes[stage]
+            elif op in (Kind.B, Kind.W):
+                del held[Action(stage, Kind.F, j)]
             peak = max(peak, sum(held.values()))
         assert not held
         peaks.append(peak)
@@ -347,10 +348,10 @@ def test_laps_are_as_deep_as_the_graph_and_not_as_many_as_its_ranks() -> None:
     graph = bare(branches(2, 4), 9, (0, 1, 0, 1, 2, 3, 2, 3, 4))
     problem = problem_of(graph, Costs.of(9), m=6)
     row = laps(problem)[0](problem)[0]
-    forwards = [action for action in row if action.op is Op.F]
+    forwards = [action for action in row if action.kind is Kind.F]
     assert [str(action) for action in forwards[:6]] == ["0F0", "0F1", "0F2", "2F0", "2F1", "2F2"]
     # rank 0's last stage is d = 3 deep: 2 · 2 forwards behind it, and a lap of 3 for its other stage
-    first = next(place for place, action in enumerate(row) if action.op is Op.B)
+    first = next(place for place, action in enumerate(row) if action.kind is Kind.B)
     assert first == 2 * (3 - 1) + 3 + 1
 
 
@@ -425,7 +426,10 @@ def all_tables(graph: Bare, m: int, halved: Collection[Half]) -> Iterator[Schedu
             Action(stage, op, j)
             for stage, owner in enumerate(graph.placement)
             for j in range(m)
-            for op in (Op.F, *(((Op.I, Op.W) if (stage, j) in halved else (Op.B,)) if graph.backward[stage] else ()))
+            for op in (
+                Kind.F,
+                *(((Kind.I, Kind.W) if (stage, j) in halved else (Kind.B,)) if graph.backward[stage] else ()),
+            )
             if owner == rank
         ]
         for rank in range(graph.ranks)

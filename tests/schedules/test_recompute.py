@@ -9,9 +9,9 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, Bare, chain, random_bare
 from tests.thinned import seeds
@@ -36,12 +36,12 @@ def test_each_backward_of_a_marked_stage_has_one_forward_run_again_and_no_other_
         schedule, graph, again = marked(name, seed)
         for stage in range(graph.stages):
             row = [action for action in schedule.rows[graph.placement[stage]] if action.stage == stage]
-            backwards = [(action.microbatch, action.count) for action in row if action.op in (Op.B, Op.I)]
-            rerun = [(action.microbatch, action.count) for action in row if action.op is Op.R]
+            backwards = [(action.microbatch, action.count) for action in row if action.kind in (Kind.B, Kind.I)]
+            rerun = [(action.microbatch, action.count) for action in row if action.kind is Kind.R]
             assert rerun == (backwards if again[stage] or (name == "cached" and rerun) else [])
             for j, count in rerun:
-                forward, r, *_ = [a.op for a in row if (a.microbatch, a.count) == (j, count)]
-                assert (forward, r) == (Op.F, Op.R)
+                forward, r, *_ = [a.kind for a in row if (a.microbatch, a.count) == (j, count)]
+                assert (forward, r) == (Kind.F, Kind.R)
 
 
 @every_schedule
@@ -122,7 +122,7 @@ def test_room_is_set_aside_for_a_whole_group_that_is_run_again() -> None:
 def test_backwards_are_not_split_because_stages_are_run_again() -> None:
     costs = Costs.of(4, activation_bytes=10, input_bytes=1)
     schedule = build("greedy", chain(4), 8, costs=costs, memory=100, recompute=[True] * 4)
-    assert {action.op for row in schedule.rows for action in row} == {Op.F, Op.R, Op.B}
+    assert {action.kind for row in schedule.rows for action in row} == {Kind.F, Kind.R, Kind.B}
 
 
 def test_greedy_within_memory_on_random_graphs() -> None:

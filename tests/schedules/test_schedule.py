@@ -10,7 +10,8 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Cause, Schedule
 from tests.graphs import FAMILIES, JOINED, RECOMPUTED, bare, chain, halves, joined, random_bare
 
@@ -35,8 +36,8 @@ def test_the_cause_of_an_action_is_what_it_waited_for_last() -> None:
 def test_a_cause_on_the_same_rank_does_not_cross() -> None:
     timeline = bare(chain(3), 3, (0, 1, 0)).build("gpipe", 1).simulate(comm=0.5)
     crossing = {str(action): timeline.cause(action) for action in timeline.spans}
-    assert crossing["1F0"] == Cause(Action(0, Op.F, 0), True)
-    assert crossing["2B0"] == Cause(Action(2, Op.F, 0), False)
+    assert crossing["1F0"] == Cause(Action(0, Kind.F, 0), True)
+    assert crossing["2B0"] == Cause(Action(2, Kind.F, 0), False)
     assert crossing["0F0"] is None
 
 
@@ -67,7 +68,7 @@ def test_each_rank_has_a_bubble_of_its_own_and_their_mean_is_the_bubble() -> Non
 
 
 def test_a_rank_without_actions_idles_all_the_time_and_an_empty_table_takes_none() -> None:
-    half_used = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1).simulate()
+    half_used = Schedule(((Action(0, Kind.F, 0),), ()), (), (0, 1), (False, False), 1).simulate()
     assert (half_used.bubbles, half_used.bubble) == ((0, 1), 0.5)
     empty = Schedule(((), ()), (), (0, 1), (False, False), 1).simulate()
     assert (empty.makespan, empty.bubble, empty.critical_path) == (0, 0, ())
@@ -81,7 +82,7 @@ def test_a_rank_without_actions_idles_all_the_time_and_an_empty_table_takes_none
         ({"edges": ((0, 2),)}, "edge 0-2 names a stage outside of 0..1"),
         ({"microbatches": 1}, r"0F1 is of a micro-batch outside of 0\.\.0"),
         ({"rows": (("0F0",), ())}, "'0F0' is no Action; write Action"),
-        ({"rows": ((Action(2, Op.F, 0),), ())}, r"2F0 is of a stage outside of 0\.\.1"),
+        ({"rows": ((Action(2, Kind.F, 0),), ())}, r"2F0 is of a stage outside of 0\.\.1"),
         ({"placement": (0, 2)}, r"placement=\(0, 2\) names a rank outside of 0\.\.1"),
         ({"tied": ((0, 1), (1, 2))}, r"tied=.* names a stage outside of 0\.\.1"),
     ],

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Timeline
 from tests.graphs import FAMILIES, JOINED, chain, joined, random_bare
 from tests.schedules.network import Clocked
@@ -70,9 +71,9 @@ def test_every_action_starts_when_its_rank_is_free_and_its_messages_are_here(nam
         comm = draw.choice([0, 0.25, 1, 3, 6])
         schedule = graph.build(name, 6)
         weight = [draw.choice([0, 0.25, 0.5, 1]) * whole for whole in backward]
-        cost = {Op.F: forward, Op.B: backward, Op.I: list(map(operator.sub, backward, weight)), Op.W: weight}
+        cost = {Kind.F: forward, Kind.B: backward, Kind.I: list(map(operator.sub, backward, weight)), Kind.W: weight}
         result = schedule.simulate(forward, backward, weight, comm=comm)
-        ranks = Clocked(schedule, lambda action, cost=cost: cost[action.op][action.stage], comm)
+        ranks = Clocked(schedule, lambda action, cost=cost: cost[action.kind][action.stage], comm)
         assert ranks.ends(seed)
         assert result.spans == ranks.spans
         assert result.makespan == max(span.end for span in result.spans.values())
@@ -118,12 +119,12 @@ def test_the_costs_of_a_plan_can_be_given_as_one_value() -> None:
 def test_a_group_costs_once_and_waits_for_all_of_its_micro_batches() -> None:
     """F = 1, B = 2: the second stages end their last forward at 5; 6: the join's; 8: its gradients."""
     spans = joined(JOINED).simulate().spans
-    assert spans[Action(4, Op.F, 0, 4)] == (5, 6)
-    assert spans[Action(4, Op.B, 0, 4)] == (6, 8)
-    assert [spans[Action(1, Op.B, j)].start for j in range(4)] == [8, 10, 12, 14]
+    assert spans[Action(4, Kind.F, 0, 4)] == (5, 6)
+    assert spans[Action(4, Kind.B, 0, 4)] == (6, 8)
+    assert [spans[Action(1, Kind.B, j)].start for j in range(4)] == [8, 10, 12, 14]
 
 
 def test_a_forward_that_is_run_again_costs_a_forward_and_need_not_wait_for_its_gradient() -> None:
     spans = joined("0F0 0R0 0B0\n1F0 1B0", chain(2)).simulate([1, 4], [2, 8]).spans
-    assert spans[Action(0, Op.R, 0)] == (1, 2)
-    assert spans[Action(0, Op.B, 0)] == (13, 15)
+    assert spans[Action(0, Kind.R, 0)] == (1, 2)
+    assert spans[Action(0, Kind.B, 0)] == (13, 15)

@@ -10,7 +10,8 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Costs, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
@@ -63,19 +64,19 @@ def test_a_column_is_a_step_and_nothing_could_stand_further_left(name: str) -> N
         graph = random_bare(seed)
         cells = read(table(graph.build(name, 4), full=True)).cells
         step = {Action.parse(cell): place for row in cells for place, cell in enumerate(row) if cell}
-        gradient = Op.I if any(action.op is Op.I for action in step) else Op.B
+        gradient = Kind.I if any(action.kind is Kind.I for action in step) else Kind.B
         for row in cells:
             actions = [Action.parse(cell) for cell in row if cell]
             for place, action in enumerate(actions):
                 inputs = {
-                    Op.F: [Action(source, Op.F, action.microbatch) for source in graph.sources(action.stage)],
+                    Kind.F: [Action(source, Kind.F, action.microbatch) for source in graph.sources(action.stage)],
                     gradient: [
-                        Action(action.stage, Op.F, action.microbatch),
+                        Action(action.stage, Kind.F, action.microbatch),
                         *(Action(target, gradient, action.microbatch) for target in graph.targets(action.stage)),
                     ],
-                    Op.W: [Action(action.stage, Op.I, action.microbatch)],
+                    Kind.W: [Action(action.stage, Kind.I, action.microbatch)],
                 }
-                before = [*inputs[action.op], *actions[:place][-1:]]
+                before = [*inputs[action.kind], *actions[:place][-1:]]
                 assert step[action] == max((step[other] + 1 for other in before), default=0)
 
 
@@ -95,7 +96,7 @@ def test_peaks_are_told_of_stages_that_are_differentiated() -> None:
 def test_marked_cells_stand_in_brackets_and_the_table_stays_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "250")
     schedule = build("1f1b", chain(3), 12)
-    marked, plain = read(grid(schedule, [Action(1, Op.F, 10), Action(2, Op.B, 0)])), read(grid(schedule))
+    marked, plain = read(grid(schedule, [Action(1, Kind.F, 10), Action(2, Kind.B, 0)])), read(grid(schedule))
     assert sorted(cell for row in marked.cells for cell in row if "[" in cell) == ["[1F10]", "[2B0]"]
     assert [[cell.strip("[]") for cell in row] for row in marked.cells] == plain.cells
 
@@ -109,7 +110,7 @@ def test_a_table_that_halts_is_printed_too_and_says_so() -> None:
 
 
 def test_a_rank_without_actions_has_an_empty_row() -> None:
-    schedule = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1)
+    schedule = Schedule(((Action(0, Kind.F, 0),), ()), (), (0, 1), (False, False), 1)
     assert read(str(schedule)).cells == [["0F0"], [""]]
 
 
@@ -418,14 +419,14 @@ def test_of_a_long_table_the_neighbourhood_of_the_marked_cells_is_shown(
 
 def test_all_cells_are_shown_where_they_fit_close_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "140")
-    drawn = unfold(grid(build("1f1b", chain(3), 12), [Action(0, Op.B, 0)]))
+    drawn = unfold(grid(build("1f1b", chain(3), 12), [Action(0, Kind.B, 0)]))
     assert [column[0] for column in drawn.columns] == [str(step) for step in range(28)]
 
 
 def test_an_error_of_a_large_table_is_short() -> None:
     schedule = build("1f1b", chain(16), 64)
     rows = [list(row) for row in schedule.rows]
-    rows[10].remove(Action(10, Op.F, 50))
+    rows[10].remove(Action(10, Kind.F, 50))
     with pytest.raises(ScheduleError, match="stage 10 needs 10F50 10B50") as error:
         dataclasses.replace(schedule, rows=tuple(map(tuple, rows))).verify()
     assert "[10B50]" in str(error.value)
@@ -435,7 +436,7 @@ def test_an_error_of_a_large_table_is_short() -> None:
 def test_a_long_grid_in_which_nothing_is_marked_is_folded() -> None:
     schedule = build("1f1b", chain(4), 200)
     assert unfold(grid(schedule)) == unfold(str(schedule))
-    assert unfold(grid(schedule, [Action(9, Op.F, 0)])) == unfold(str(schedule))  # which is not in it
+    assert unfold(grid(schedule, [Action(9, Kind.F, 0)])) == unfold(str(schedule))  # which is not in it
 
 
 # --- growth ---

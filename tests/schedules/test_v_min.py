@@ -12,8 +12,9 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Costs, ScheduleName, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.zero_bubble import folded
+from fxpipe.schedules.kinds import Kind
 from tests.graphs import chain
 
 
@@ -49,7 +50,7 @@ def test_every_action_runs_once_and_a_frozen_stage_has_no_backward() -> None:
     assert sorted(map(str, frozen.simulate().spans)) == sorted(
         str(Action(stage, op, j))
         for stage in range(4)
-        for op in ((Op.F, Op.I, Op.W) if stage else [Op.F])
+        for op in ((Kind.F, Kind.I, Kind.W) if stage else [Kind.F])
         for j in range(5)
     )
 

@@ -10,7 +10,8 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Direction, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, is_forward, lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
@@ -34,7 +35,9 @@ def test_whole_backwards_and_halves_mix_and_the_one_that_makes_the_gradient_send
     schedule.verify()
     for interleaving in range(5):
         assert network(schedule, [Value(0, 1, 0)]).ends(interleaving)
-    *_, sender = (step for step in schedule.instructions[1] if isinstance(step, Compute) and step.action.op is not Op.W)
+    *_, sender = (
+        step for step in schedule.instructions[1] if isinstance(step, Compute) and step.action.kind is not Kind.W
+    )
     place = schedule.instructions[1].index(sender)
     assert isinstance(schedule.instructions[1][place + 1], Send)
 
@@ -48,11 +51,15 @@ def without(row: Sequence[Instruction], left_out: set[int]) -> list[Instruction]
     skipping = False
     for step in row:
         if isinstance(step, Compute):
-            skipping = step.action.op is not Op.F and step.action.microbatch in left_out
+            skipping = step.action.kind is not Kind.F and step.action.microbatch in left_out
             kept += [] if skipping else [step]
         elif isinstance(step, Release) and skipping:
             continue  # the answer that tells of the arrival never comes
-        elif isinstance(step, Reduce) or step.message.op is Op.F or step.message.microbatch not in left_out:
+        elif (
+            isinstance(step, Reduce)
+            or step.message.direction is Direction.FORWARD
+            or step.message.microbatch not in left_out
+        ):
             kept.append(step)
     return kept
 
@@ -124,9 +131,9 @@ def test_queues_for_activations_and_gradients_would_hang_with_several_stages_on_
 
 # --- instructions that lowering would not make ---
 
-FIRST, SECOND = (Message(edge, Op.F, 0, 0, 1) for edge in (0, 1))
+FIRST, SECOND = (Message(edge, Direction.FORWARD, 0, 0, 1) for edge in (0, 1))
 TWO_VALUES = [Value(0, 1, 0), Value(0, 1, 1)]
-FORWARD, NEXT = Compute(Action(0, Op.F, 0)), Compute(Action(1, Op.F, 0))
+FORWARD, NEXT = Compute(Action(0, Kind.F, 0)), Compute(Action(1, Kind.F, 0))
 SENDER = (FORWARD, Send(FIRST), Send(SECOND))
 PAIR, TRIO, ALL = Reduce((0, 1)), Reduce((0, 1, 2)), Reduce((0, 1, 2, 3))
 
@@ -158,7 +165,7 @@ def test_what_stands_in_one_order_at_both_ends_ends(rows: tuple[tuple[Instructio
             ((*SENDER, Release(SECOND)), (Receive(FIRST), NEXT)),
             ["rank 0 waits for the value 1 of micro-batch 0 from rank 0 to rank 1"],
         ),
-        (((Compute(Action(0, Op.B, 0)),),), ["rank 0 waits at 0B0 for 0F0"]),
+        (((Compute(Action(0, Kind.B, 0)),),), ["rank 0 waits at 0B0 for 0F0"]),
         (((FORWARD, PAIR), ()), ["rank 0 waits for rank 1 to come to the reduction over ranks 0, 1"]),
         (
             ((ALL,), (), (ALL,), ()),

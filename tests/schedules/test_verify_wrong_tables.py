@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import KINDS, Kind
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, JOINED, RECOMPUTED, chain, examples, joined, random_bare, values_of
 from tests.schedules.network import network
@@ -199,7 +200,7 @@ def test_a_cell_taken_away_doubled_or_moved_is_named(name: str) -> None:
                 elsewhere = refusal(with_row(moved, rank, left))
                 assert elsewhere.startswith(f"{action} stands on rank {other}, but its stage is on rank {rank}")
                 assert in_brackets(elsewhere) == str(action)
-                if action.op is not Op.F:
+                if action.kind is not Kind.F:
                     early = refusal(with_row(schedule, rank, (action, *left)))
                     assert f"rank {rank} waits at {action} for" in early.splitlines()[0]
                     assert str(action) in in_brackets(early).split()
@@ -284,7 +285,7 @@ def test_whatever_is_wrong_with_a_table_is_a_schedule_error_and_it_can_still_be_
         def cell(most: tuple[int, int] = most, sizes: list[int] = sizes) -> Action:
             stage, microbatch = (draw.randint(0, one) for one in most)
             count = min(draw.choice(sizes), most[1] + 1 - microbatch)
-            return Action(stage, draw.choice(list(Op)), microbatch, count)
+            return Action(stage, draw.choice(list(KINDS.values())), microbatch, count)
 
         changed = disturbed(schedule, draw, cell)
         assert str(changed).count("\n") > len(schedule.rows)

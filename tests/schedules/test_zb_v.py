@@ -9,8 +9,9 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Costs, build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.zero_bubble import folded
+from fxpipe.schedules.kinds import Kind
 from tests.graphs import WORKED, chain
 
 
@@ -29,7 +30,7 @@ def test_fewer_micro_batches_than_fill_it_run_too(m: int) -> None:
     plan = build("zb_v", chain(8), m, folded(4)).simulate()
     assert plan.lower_bound <= plan.makespan
     assert sorted(map(str, plan.spans)) == sorted(
-        str(Action(stage, op, j)) for stage in range(8) for op in (Op.F, Op.I, Op.W) for j in range(m)
+        str(Action(stage, op, j)) for stage in range(8) for op in (Kind.F, Kind.I, Kind.W) for j in range(m)
     )
 
 
@@ -42,7 +43,7 @@ def test_skips_along_the_chain_are_welcome_and_numbers_need_not_be_in_order() ->
 
 def test_frozen_stages_have_no_backward_and_marked_ones_are_run_again() -> None:
     frozen = build("zb_v", chain(4), 5, folded(2), backward=[False, True, True, True])
-    assert {action.op for action in frozen.rows[0] if action.stage == 0} == {Op.F}
+    assert {action.kind for action in frozen.rows[0] if action.stage == 0} == {Kind.F}
     again = build("zb_v", chain(4), 5, folded(2), recompute=[True] * 4, costs=Costs.of(4, activation_bytes=4))
     assert again.planned().makespan == again.planned().lower_bound == 5 * 8 + 1
 

@@ -376,7 +376,7 @@ def recorded(zero: int, microbatches: int, schedule: str) -> tuple[int, int]:
         forward_backward(torch.randn(64, 512))
         optimizer.step()
     timeline = forward_backward.timeline()
-    ended = max(span.end for action, span in timeline.spans.items() if action.op is not fxpipe.Op.F)
+    ended = max(span.end for action, span in timeline.spans.items() if action.kind is not fxpipe.Kind.F)
     forward_backward.close()
     return len(timeline.reductions), sum(reduction.start < ended for reduction in timeline.reductions)
 

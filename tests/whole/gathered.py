@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Action, Schedule, stage_boundary
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import Kind
 
 EDGES = ((0, 1), (1, 3), (2, 3))
 """lower → upper → loss, text → loss."""
@@ -102,9 +102,9 @@ def cut(values: Sequence[Tensor], microbatches: int) -> list[PAIR]:
 def store_all(placement: Sequence[int], microbatches: int, group: int | None = None) -> Schedule:
     """All forwards, the loss of each group, all backwards."""
     m, size = microbatches, group or microbatches
-    forwards = [Action(stage, Op.F, i) for stage in (0, 1, 2) for i in range(m)]
-    backwards = [Action(stage, Op.B, i) for stage in (2, 1, 0) for i in range(m)]
-    loss = [Action(3, op, start, size) for start in range(0, m, size) for op in (Op.F, Op.B)]
+    forwards = [Action(stage, Kind.F, i) for stage in (0, 1, 2) for i in range(m)]
+    backwards = [Action(stage, Kind.B, i) for stage in (2, 1, 0) for i in range(m)]
+    loss = [Action(3, op, start, size) for start in range(0, m, size) for op in (Kind.F, Kind.B)]
     order = [*forwards, *loss, *backwards]
     rows = tuple(tuple(a for a in order if placement[a.stage] == rank) for rank in range(max(placement) + 1))
     return Schedule(rows, EDGES, tuple(placement), (True,) * 4, m, name="store-all")

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Topology, stage_boundary
 from fxpipe.schedules import with_costs
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from tests.activations import Held, counted
 from tests.graphs import FAMILIES, GATHERED
 from tests.thinned import every, in_turn, pairwise
@@ -88,9 +89,9 @@ def costs_of_one(schedule: Any, group: int = 1, kind: type[nn.Module] = Towers, 
     forward_backward, held = step(kind(**model), ROWS // MICROBATCHES * group, **options)
     stages = forward_backward.stages
     inputs = [sum(stages.bytes_of[edge] for edge in stages.edges if edge.target == stage.index) for stage in stages]
-    later = [held.behind.get(Action(stage.index, Op.I, 0), 0) for stage in stages]
+    later = [held.behind.get(Action(stage.index, Kind.I, 0), 0) for stage in stages]
     whole = [
-        max(bytes_ for action, bytes_ in held.behind.items() if action.stage == stage and action.op is Op.F) / group
+        max(bytes_ for action, bytes_ in held.behind.items() if action.stage == stage and action.kind is Kind.F) / group
         for stage in range(len(stages))
     ]
     assert all(whole)

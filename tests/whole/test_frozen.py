@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.run import exchange
-from fxpipe.schedules.action import Op
+from fxpipe.schedules.kinds import Kind
 from tests.harness import (
     Engines,
     Steps,
@@ -52,7 +52,7 @@ BACKWARDS: dict[str, tuple[bool, ...]] = {
 def test_stages_in_front_of_all_that_is_trained_have_no_backward(name: str) -> None:
     forward_backward = compiled(CASES[name])
     assert tuple(stage.has_backward for stage in forward_backward.stages) == BACKWARDS[name]
-    backwards = {action.stage for row in forward_backward.schedule.rows for action in row if action.op is not Op.F}
+    backwards = {action.stage for row in forward_backward.schedule.rows for action in row if action.kind is not Kind.F}
     assert backwards == {stage for stage, has in enumerate(BACKWARDS[name]) if has}
 
 

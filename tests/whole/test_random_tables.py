@@ -11,7 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 import torch
 
-from fxpipe import Op, Schedule, ScheduleError, Topology
+from fxpipe import Kind, Schedule, ScheduleError, Topology
 from fxpipe.run import exchange as exchange_module
 from fxpipe.run.exchange import WireExchange
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
@@ -61,9 +61,9 @@ def play(rank: int, instructions: Sequence[Sequence[Instruction]], edges: Sequen
                 exchange.release(step.message)
             elif isinstance(step, Reduce):
                 transport.all_reduce(step.ranks, torch.zeros(1))
-            elif isinstance(step, Compute) and step.action.op is not Op.W:
-                stage, op, microbatch, _ = step.action
-                for message in awaited.get((stage, microbatch, op is Op.F), ()):
+            elif isinstance(step, Compute) and step.action.kind is not Kind.W:
+                stage, kind, microbatch, _ = step.action
+                for message in awaited.get((stage, microbatch, kind.messages), ()):
                     taken += len(exchange.take(message)) == shapes[message.microbatch]
         exchange.finish()
     return taken

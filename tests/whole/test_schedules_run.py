@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe import Action, Op, Schedule, ScheduleError
+from fxpipe import Action, Kind, Schedule, ScheduleError
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from tests.harness import assert_trains, compiled, distributed, strict
 from tests.models import CASES, WIDTH
@@ -32,7 +32,7 @@ def swapped(schedule: Schedule, rank: int, first: str, second: str) -> Schedule:
 
 def test_a_table_edited_by_hand_runs_as_it_was_edited(pool: Pool) -> None:
     table = table_of(TOWERS)
-    rank = next(rank for rank, row in enumerate(table.rows) if Action(row[0].stage, Op.F, 2) in row[:3])
+    rank = next(rank for rank, row in enumerate(table.rows) if Action(row[0].stage, Kind.F, 2) in row[:3])
     stage = table.rows[rank][0].stage
     edited = swapped(table, rank, f"{stage}B0", f"{stage}F3")  # one more forward before the first backward
     assert edited.rows != table.rows
@@ -45,10 +45,10 @@ def test_a_table_with_whole_backwards_among_halves_runs() -> None:
     whole = [stage for stage in range(4) if stage != table.rows[0][0].stage]
     rows = []
     for row in table.rows:
-        kept = [action for action in row if action[:3] not in {(stage, Op.W, 0) for stage in whole}]
-        rows.append(tuple(Action(a.stage, Op.B, 0) if a[:3] in {(s, Op.I, 0) for s in whole} else a for a in kept))
+        kept = [action for action in row if action[:3] not in {(stage, Kind.W, 0) for stage in whole}]
+        rows.append(tuple(Action(a.stage, Kind.B, 0) if a[:3] in {(s, Kind.I, 0) for s in whole} else a for a in kept))
     mixed = replace(table, rows=tuple(rows))
-    assert sum(action.op is Op.B for row in mixed.rows for action in row) == 3
+    assert sum(action.kind is Kind.B for row in mixed.rows for action in row) == 3
     assert_trains(CASES[TOWERS], strict(3), schedule=mixed)
 
 
@@ -65,8 +65,8 @@ def backwards_last(problem: Problem) -> Sequence[Sequence[Action]]:
     m = range(problem.microbatches)
     return [
         [
-            *(Action(stage, Op.F, j) for j in m for stage in stages),
-            *(Action(stage, Op.B, j) for j in m for stage in reversed(stages) if problem.backward[stage]),
+            *(Action(stage, Kind.F, j) for j in m for stage in stages),
+            *(Action(stage, Kind.B, j) for j in m for stage in reversed(stages) if problem.backward[stage]),
         ]
         for stages in problem.stages_of
     ]

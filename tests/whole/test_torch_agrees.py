@@ -19,7 +19,8 @@ from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _sim
 import fxpipe
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, chain
 from tests.models import WIDTH, Chain
@@ -174,17 +175,17 @@ def megatron(rank: int, p: int, v: int, m: int) -> tuple[Action, ...]:
     """
     count = m * v
 
-    def action(k: int, op: Op) -> Action:
+    def action(k: int, op: Kind) -> Action:
         chunk = k % (p * v) // p
-        if op is Op.B:
+        if op is Kind.B:
             chunk = v - 1 - chunk
         return Action(chunk * p + rank, op, k // (p * v) * p + k % p)
 
     warm_up = min(2 * (p - 1 - rank) + (v - 1) * p, count)
-    row = [action(k, Op.F) for k in range(warm_up)]
+    row = [action(k, Kind.F) for k in range(warm_up)]
     for k in range(count - warm_up):
-        row += [action(warm_up + k, Op.F), action(k, Op.B)]
-    return (*row, *(action(k, Op.B) for k in range(count - warm_up, count)))
+        row += [action(warm_up + k, Kind.F), action(k, Kind.B)]
+    return (*row, *(action(k, Kind.B) for k in range(count - warm_up, count)))
 
 
 def test_megatrons_order_is_the_one_in_the_paper() -> None:

@@ -32,7 +32,8 @@ from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
 from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Receive, Release, Send, is_forward
 from fxpipe.seeds import seeded
 from fxpipe.stage.awaiting import awaiting
@@ -86,8 +87,8 @@ class Bound:
                     name = f"{action} {graph.names[action.stage]}"
                 case Send(message):
                     edge = graph.edges[message.edge]
-                    stage = edge.source if message.op is Op.F else edge.target
-                    name = f"send {Action(stage, message.op, message.microbatch)} {graph.names[stage]}"
+                    stage = edge.source if message.direction is FORWARD else edge.target
+                    name = f"send {stage}{message.direction.value}{message.microbatch} {graph.names[stage]}"
             with label(name) if name else contextlib.nullcontext():
                 yield call
 
@@ -129,24 +130,24 @@ class _Binder:
         executor = self.executor
         if isinstance(instruction, Compute):
             action = instruction.action
-            self._is_left_out = not executor.runs(action.op, action.microbatch)
+            self._is_left_out = not executor.runs(action.kind.part_of, action.microbatch)
             return self._action(action)
         if not isinstance(instruction, Receive | Send | Release):
             return None
         message = instruction.message
-        if not executor.runs(message.op, message.microbatch):
+        if not executor.runs(message.direction, message.microbatch):
             return None
         port, edge = executor.port(message), executor.graph.edges[message.edge]
         if isinstance(instruction, Receive):
             return port.post
         if isinstance(instruction, Send):
-            send, slots, slot = port.send, executor.slots, executor.slot(edge, message.op, message.microbatch)
+            send, slots, slot = port.send, executor.slots, executor.slot(edge, message.direction, message.microbatch)
             return lambda: send(take_out(slots, slot))
         # A release follows the action whose message shows that the sent message was received. Where that action is left
         # out, a later message may show it, or the step's end waits for it.
         if self._is_left_out:
             return None
-        if message.op is not Op.F or edge.source not in executor.table.ahead:
+        if message.direction is BACKWARD or edge.source not in executor.table.ahead:
             return port.release
 
         def wait_and_release() -> None:  # after a forward that the schedule delays
@@ -156,35 +157,31 @@ class _Binder:
         return wait_and_release
 
     def _action(self, action: Action) -> Call:
-        executor, is_gathered = self.executor, self.executor.stage(action).gathered is not None
-        if self._is_left_out:
-            return LeftOut(executor, action)
-        if action.op is Op.F:
-            return GroupForward(executor, action) if is_gathered else ForwardAction(executor, action)
-        if action.op is Op.R:
-            return Recomputation(executor, action)
-        if action.op is Op.W:
-            return WeightsAction(executor, action)
-        return GroupBackward(executor, action) if is_gathered else BackwardAction(executor, action)
+        runners = {} if self.executor.stage(action).gathered is None else GROUP_RUNNERS
+        runner = LeftOut if self._is_left_out else runners.get(action.kind) or RUNNERS[action.kind]
+        return runner(self.executor, action)
 
 
 # --- Actions: each is bound to its function and to the slots of its values ---
 
 
-class _BoundAction:
+class BoundAction:
     """The base of all actions of a row: the order of waiting, running and timing."""
+
+    names_inputs = False
+    """Whether an error in the stage's code is reported with the stage's inputs, which ``run`` leaves in ``arrived``."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
         self.left_behind = executor.left_behind.setdefault((action.stage, action.microbatch), LeftBehind())
         self.takes: Sequence[Fetch] = ()
-        self._sums = action.op in (Op.B, Op.W)  # not I: gradients of parameters are complete only after W
+        self._sums = action.kind.completes_gradients
         self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
         executor, action = self.executor, self.action
         here.at(action)
-        waits = executor.parameters.awaited(action.stage) if action.op is Op.F else None
+        waits = executor.parameters.awaited(action.stage) if action.kind.part_of is FORWARD else None
         if self._sums:
             executor.parameters.before(action)
         # Between the two marks the action waits for its inputs, and the timeline shows waiting.
@@ -197,14 +194,14 @@ class _BoundAction:
             else:
                 self.run(arrived)
         except BaseException as error:
-            executor.report(error, action, arrived if action.op in (Op.F, Op.R) else ())
+            executor.report(error, action, arrived if self.names_inputs else ())
             raise
         executor.stopwatch.end(action)
         if self._sums:
             executor.parameters.after(action)
 
     def run(self, arrived: list[Any]) -> None:
-        """Runs the stage. ``arrived``: the values that ``takes`` returned; F and R leave the stage's inputs in it."""
+        """Runs the stage. ``arrived``: the values that ``takes`` returned."""
 
     def _record(self, recorder: ValueRecorder, kind: str, values: Sequence[Any]) -> None:
         """Records the values of the stage's outgoing edges, or their gradients: a value with several edges once, with
@@ -244,19 +241,21 @@ class _BoundAction:
         return run
 
 
-class ForwardAction(_BoundAction):
+class ForwardAction(BoundAction):
     """F: inputs → the stage's function → slots."""
+
+    names_inputs = True
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
         training = executor.kind.training
-        self.keeps = training and self.stage.has_backward and executor.runs(Op.B, action.microbatch)
+        self.keeps = training and self.stage.has_backward and executor.runs(BACKWARD, action.microbatch)
         tensors = list(self.stage.tensors.items())
         self._buffers = [tensor for _, tensor in tensors if not isinstance(tensor, nn.Parameter)]
         # Where other ranks run this stage, too, they would lack what it writes into its tensors.
         self._unwritten = tensors if training and len(executor.graph.ranks(action.stage)) > 1 else []
         self.takes = self.bound_inputs()
-        self._slots = [executor.slot(edge, Op.F, action.microbatch) for edge in self.stage.outputs]
+        self._slots = [executor.slot(edge, FORWARD, action.microbatch) for edge in self.stage.outputs]
         self._run = self.bound_run()
         if self.keeps and (action.stage, action.microbatch) in executor.table.recomputed:
             self._run = self._keeping(self._run)
@@ -264,7 +263,7 @@ class ForwardAction(_BoundAction):
     def bound_inputs(self) -> list[Fetch]:
         take, take_input, microbatch = self.executor.take, self.executor.take_input, self.action.microbatch
         return [
-            take_input(entry, microbatch) if isinstance(entry, str) else take(entry, Op.F, microbatch)
+            take_input(entry, microbatch) if isinstance(entry, str) else take(entry, FORWARD, microbatch)
             for entry in self.stage.inputs
         ]
 
@@ -337,8 +336,10 @@ class ForwardAction(_BoundAction):
             saved.take_root(part.value, root_weight(part, share, executor.step.per_item))
 
 
-class Recomputation(_BoundAction):
+class Recomputation(BoundAction):
     """R: the forward again, for its graph alone. It sends, counts and writes nothing."""
+
+    names_inputs = True
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
@@ -356,12 +357,12 @@ class Recomputation(_BoundAction):
         self.left_behind.saved = saved
 
 
-class BackwardAction(_BoundAction):
+class BackwardAction(BoundAction):
     """B or I: gradients of outputs → the stage's backward → slots."""
 
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
-        self.takes = [executor.take(edge, Op.B, action.microbatch) for edge in self.stage.outputs]
+        self.takes = [executor.take(edge, BACKWARD, action.microbatch) for edge in self.stage.outputs]
         stages = executor.graph.stages
         self.fed = [
             (index, edge)
@@ -371,7 +372,7 @@ class BackwardAction(_BoundAction):
         self.slots = self.bound_outputs()
 
     def bound_outputs(self) -> list[int]:
-        return [self.executor.slot(edge, Op.B, self.action.microbatch) for _, edge in self.fed]
+        return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]
 
     def run(self, arrived: list[Any]) -> None:
         executor, left = self.executor, self.left_behind
@@ -400,7 +401,7 @@ class BackwardAction(_BoundAction):
             slots[slot] = returned[index]
 
 
-class WeightsAction(_BoundAction):
+class WeightsAction(BoundAction):
     """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
     def run(self, arrived: list[Any]) -> None:
@@ -412,7 +413,7 @@ class WeightsAction(_BoundAction):
             give_own_memory(new, passing)
 
 
-class LeftOut(_BoundAction):
+class LeftOut(BoundAction):
     """An action after F of a micro-batch without weight: it does not run, but the sums of gradients count it."""
 
     def __call__(self) -> None:
@@ -438,7 +439,7 @@ class GroupForward(ForwardAction):
         if isinstance(entry, str):
             takes = [executor.take_input(entry, microbatch) for microbatch in action.microbatches]
         else:
-            takes = [executor.take(entry, Op.F, microbatch) for microbatch in executor.places(action, entry)]
+            takes = [executor.take(entry, FORWARD, microbatch) for microbatch in executor.places(action, entry)]
         return lambda: [take() for take in takes]
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
@@ -466,7 +467,9 @@ class GroupBackward(BackwardAction):
     def bound_outputs(self) -> list[int]:
         executor, action = self.executor, self.action
         edges = dict.fromkeys(edge for _, edge in self.fed)
-        return [executor.slot(edge, Op.B, microbatch) for edge in edges for microbatch in executor.places(action, edge)]
+        return [
+            executor.slot(edge, BACKWARD, microbatch) for edge in edges for microbatch in executor.places(action, edge)
+        ]
 
     def give(self, returned: Sequence[Any]) -> None:
         joined, self.left_behind.joined = self.left_behind.joined, None
@@ -479,6 +482,21 @@ class GroupBackward(BackwardAction):
         parts = [part for each in sent.values() for part in each]
         for slot, part in zip(self.slots, parts, strict=True):
             self.executor.slots[slot] = part
+
+
+Runner = Callable[[Executor, Action], Call]
+
+RUNNERS: dict[Kind, Runner] = {
+    Kind.F: ForwardAction,
+    Kind.R: Recomputation,
+    Kind.B: BackwardAction,
+    Kind.I: BackwardAction,
+    Kind.W: WeightsAction,
+}
+"""Kind → makes the call that runs an action of this kind: a subclass of ``BoundAction``."""
+
+GROUP_RUNNERS: dict[Kind, Runner] = {Kind.F: GroupForward, Kind.B: GroupBackward, Kind.I: GroupBackward}
+"""Kind → its runner at gathered stages, where it differs."""
 
 
 # --- The next micro-batch must not write values on their way to other stages. Autograd makes the first gradient of a

@@ -22,8 +22,9 @@ from fxpipe.plan.plan import Plan, values_of
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Half
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction, Kind
 from fxpipe.schedules.lower import Message, sharing
 from fxpipe.sharding.gradients import Gradients
 from fxpipe.stage.deferred import Deferred
@@ -121,7 +122,7 @@ class Executor:
         self._sharing = sharing(self.graph.edges, self._rank_of, values_of(self.kind.plan.graphs))
         self.slots: list[Any] = []
         """The values that were made here and not used yet."""
-        self._slot_of: dict[tuple[Edge, Op, int], int] = {}
+        self._slot_of: dict[tuple[Edge, Direction, int], int] = {}
         self.left_behind: dict[Half, LeftBehind] = {}
 
     def begin(self, step: StepInput, result: StepResult, stopwatch: Stopwatch) -> None:
@@ -145,19 +146,19 @@ class Executor:
     def stage(self, action: Action) -> Stage:
         return self.kind.plan.graphs[action.microbatch].stages[action.stage]
 
-    def runs(self, op: Op, microbatch: int) -> bool:
-        return op is Op.F or self.kind.runs[microbatch]
+    def runs(self, direction: Direction | None, microbatch: int) -> bool:
+        return direction is not BACKWARD or self.kind.runs[microbatch]
 
     def places(self, action: Action, edge: Edge) -> Sequence[int]:
         """The micro-batches, out of an action's, that number the values and gradients of an edge."""
         return action.microbatches[:1] if self.graph.stages[edge.source].gathered else action.microbatches
 
-    def slot(self, edge: Edge, op: Op, microbatch: int) -> int:
-        """The slot that an edge's value, or with ``op`` B its gradient, is in until it is used or sent."""
-        if op is Op.F and self._rank_of(edge.source, microbatch) == self.rank:
+    def slot(self, edge: Edge, direction: Direction, microbatch: int) -> int:
+        """The slot that an edge's value, or, BACKWARD, its gradient, is in until it is used or sent."""
+        if direction is FORWARD and self._rank_of(edge.source, microbatch) == self.rank:
             edge = self._shared(edge, microbatch)[0]  # the value is sent once for all these edges
         # Slots are numbered as they are bound, so that a step addresses a list by numbers and hashes nothing.
-        slot = self._slot_of.setdefault((edge, op, microbatch), len(self.slots))
+        slot = self._slot_of.setdefault((edge, direction, microbatch), len(self.slots))
         if slot == len(self.slots):
             self.slots.append(NOT_MADE)
         return slot
@@ -173,19 +174,24 @@ class Executor:
     def take_input(self, name: str, microbatch: int) -> Fetch:
         return lambda: self.step.batches[microbatch][name]
 
-    def take(self, edge: Edge, op: Op, microbatch: int) -> Fetch:
+    def take(self, edge: Edge, direction: Direction, microbatch: int) -> Fetch:
         """Takes a value or gradient, from this rank or another."""
-        maker = self._rank_of(edge.source if op is Op.F else edge.target, microbatch)
-        shared = self._shared(edge, microbatch) if op is Op.F and maker != self.rank else (edge,)
+        maker = self._rank_of(edge.source if direction is FORWARD else edge.target, microbatch)
+        shared = self._shared(edge, microbatch) if direction is FORWARD and maker != self.rank else (edge,)
         # The first edge to be bound, of those that share a message, runs first, and takes the message for all.
-        if maker == self.rank or (edge, op, microbatch) in self._slot_of:
-            return partial(take_out, self.slots, self.slot(edge, op, microbatch))
-        # Only the action's name in a diagnosis depends on this: where B is split, I makes the gradients of inputs.
-        maker_op = Op.I if op is Op.B and (edge.target, microbatch) in self.table.halves else op
-        source = Action(edge.source if op is Op.F else edge.target, maker_op, microbatch)
-        port = self.port(Message(self._index[edge], op, microbatch, maker, self.rank))
-        others = [self.slot(other, op, microbatch) for other in shared if other != edge]
+        if maker == self.rank or (edge, direction, microbatch) in self._slot_of:
+            return partial(take_out, self.slots, self.slot(edge, direction, microbatch))
+        # Only the action's name in a diagnosis depends on this.
+        source = self.maker(edge, direction, microbatch)
+        port = self.port(Message(self._index[edge], direction, microbatch, maker, self.rank))
+        others = [self.slot(other, direction, microbatch) for other in shared if other != edge]
         return partial(self._receive, port, source, others)
+
+    def maker(self, edge: Edge, direction: Direction, microbatch: int) -> Action:
+        """The action that makes an edge's value or gradient, by a micro-batch of its own."""
+        if direction is FORWARD:
+            return Action(edge.source, Kind.F, microbatch)
+        return self.table.gradient(edge.target, microbatch)
 
     def _receive(self, port: Port, source: Action, others: Sequence[int]) -> Any:
         """Takes the message of another rank's action, and puts its value into the slots of ``others``, too."""
@@ -200,7 +206,7 @@ class Executor:
 
     def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """Adds a note to an error in the user's code: the place in the step, counted from 0, and the stage's inputs."""
-        stage, what = self.stage(action), _WORDS.get(action.op, "backward")
+        stage, what = self.stage(action), action.kind.words
         first, last = action.microbatch, action.microbatches[-1]
         which = f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
         with contextlib.suppress(Exception):  # some errors take no notes, and the error itself must come through
@@ -222,9 +228,6 @@ def take_out(slots: list[Any], slot: int) -> Any:
     if value is NOT_MADE:
         raise LookupError(f"slot {slot} is used before it is made")
     return value
-
-
-_WORDS = {Op.F: "forward", Op.R: "recomputation", Op.W: "weight gradients"}
 
 
 def _described(value: Any) -> str:

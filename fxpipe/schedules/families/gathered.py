@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.limits import (
     Caps,
     Chosen,
@@ -28,6 +28,7 @@ from fxpipe.schedules.families.limits import (
 from fxpipe.schedules.families.list_scheduling import Priority, backward_first, forward_first, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import with_recompute
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Row
 from fxpipe.validation import is_whole, shown
 
@@ -47,9 +48,9 @@ def gpipe(problem: Problem) -> tuple[Row, ...]:
 def _gpipe_row(problem: Problem, stages: Sequence[int]) -> Row:
     # Gathered stages run between the other stages' forwards and backwards: they need all forwards of a group.
     alone = [stage for stage in stages if problem.group(stage) == 1]
-    forward = [action for stage in alone for action in problem.actions(stage, Op.F)]
+    forward = [action for stage in alone for action in problem.actions(stage, Kind.F)]
     backward = [
-        action for stage in reversed(alone) if problem.backward[stage] for action in problem.actions(stage, Op.B)
+        action for stage in reversed(alone) if problem.backward[stage] for action in problem.actions(stage, Kind.B)
     ]
     gathered = [stage for stage in stages if problem.group(stage) > 1]
     return (*forward, *_group_by_group(problem, gathered), *backward)
@@ -61,8 +62,8 @@ def _group_by_group(problem: Problem, stages: Sequence[int]) -> Iterator[Action]
     ends = sorted((end, size) for size in sizes for end in range(size, problem.microbatches + 1, size))
     for end, size in ends:
         mine = [stage for stage in stages if problem.group(stage) == size]
-        yield from (Action(stage, Op.F, end - size, size) for stage in mine)
-        yield from (Action(stage, Op.B, end - size, size) for stage in reversed(mine) if problem.backward[stage])
+        yield from (Action(stage, Kind.F, end - size, size) for stage in mine)
+        yield from (Action(stage, Kind.B, end - size, size) for stage in reversed(mine) if problem.backward[stage])
 
 
 def store_all(problem: Problem) -> tuple[Row, ...]:

@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.limits import Maker
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Row
 
 
@@ -59,12 +60,12 @@ class _Laps(ListScheduler):
         units, backward = Units(problem.ranks, Costs.of(len(problem.placement))), problem.backward
         for rank, stages in enumerate(problem.stages_of):
             trained = [stage for stage in reversed(stages) if backward[stage]]
-            units.add_line(rank, list(_line(Op.F, stages, groups)))
-            units.add_line(rank, list(_line(Op.I if split else Op.B, trained, groups)))
-            units.add_line(rank, list(_line(Op.W, trained, groups)) if split else [])
-        halves = {unit[0][::2] for unit in units.actions} if split else ()
-        units.need_by(replace(problem.dependencies, halves=halves))
-        super().__init__(units, [(unit[0].op is Op.W, number) for number, unit in enumerate(units.actions)])
+            units.add_line(rank, list(_line(Kind.F, stages, groups)))
+            units.add_line(rank, list(_line(Kind.I if split else Kind.B, trained, groups)))
+            units.add_line(rank, list(_line(Kind.W, trained, groups)) if split else [])
+        halves = {Kind.I: {unit[0][::2] for unit in units.actions}} if split else {}
+        units.need_by(replace(problem.dependencies, replacing=halves))
+        super().__init__(units, [(unit[0].kind.messages is None, number) for number, unit in enumerate(units.actions)])
         self.backward = backward
         # A whole backward takes two actions' time; its half I takes as long as a forward, so fewer forwards precede it.
         hop, group = 1 if split else 2, max(map(len, groups))
@@ -99,15 +100,15 @@ class _Laps(ListScheduler):
         return self.in_flight[rank] <= self.warm_up[rank] or not self.backward[stage]
 
     def begin(self, rank: int, unit: int) -> None:
-        ((stage, op, *_),) = self.units.actions[unit]
+        ((stage, kind, *_),) = self.units.actions[unit]
         if self.backward[stage]:
-            self.in_flight[rank] += {Op.F: 1, Op.W: 0}.get(op, -1)
-            self.unfinished[rank] += {Op.F: 1, Op.W: -1, Op.B: -1}.get(op, 0)
+            self.in_flight[rank] += {Kind.F: 1, Kind.B: -1, Kind.I: -1, Kind.W: 0}[kind]
+            self.unfinished[rank] += {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[kind]
 
 
-def _line(op: Op, stages: Iterable[int], groups: Iterable[range]) -> Iterator[Unit]:
+def _line(kind: Kind, stages: Iterable[int], groups: Iterable[range]) -> Iterator[Unit]:
     """Yields the actions in groups, each group through all ``stages``."""
     for group in groups:
         for stage in stages:
             for microbatch in group:
-                yield (Action(stage, op, microbatch),)
+                yield (Action(stage, kind, microbatch),)

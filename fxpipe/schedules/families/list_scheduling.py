@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fxpipe.schedules.action import Op
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, held_back
 from fxpipe.schedules.families.limits import Caps, Maker, exceeds
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Units
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.schedule import Row
 
-Key = Callable[[int, Op], tuple[tuple[int, ...], tuple[int, ...]]]
-"""(stage, op) → the sort keys before and after the micro-batch's number. Of the ready actions, the action with the
+Key = Callable[[int, Kind], tuple[tuple[int, ...], tuple[int, ...]]]
+"""(stage, kind) → the sort keys before and after the micro-batch's number. Of the ready actions, the action with the
 least key runs; W's come last."""
 
 Priority = Callable[[Problem], Key]
@@ -23,24 +23,24 @@ Priority = Callable[[Problem], Key]
 
 def backward_first(problem: Problem) -> Key:
     """Prefers backwards, then the forward of the stage nearest to a sink."""
-    return lambda stage, op: ((op is Op.F, problem.depth[stage]), ())
+    return lambda stage, kind: ((kind.part_of is FORWARD, problem.depth[stage]), ())
 
 
 def longest_way_first(problem: Problem) -> Key:
     """Prefers backwards; among backwards, and among forwards, the longest remaining path."""
     remaining = _way_to_go(problem)
-    return lambda stage, op: ((op is Op.F, remaining(stage, op)), ())
+    return lambda stage, kind: ((kind.part_of is FORWARD, remaining(stage, kind)), ())
 
 
 def oldest_first(problem: Problem) -> Key:
     """Prefers the micro-batch that began first, for any action."""
-    return lambda stage, op: ((), (op is Op.F, problem.depth[stage]))
+    return lambda stage, kind: ((), (kind.part_of is FORWARD, problem.depth[stage]))
 
 
 def forward_first(problem: Problem) -> Key:
     """Prefers forwards, as far as the cap allows; otherwise as ``longest_way_first``."""
     remaining = _way_to_go(problem)
-    return lambda stage, op: ((op is not Op.F, remaining(stage, op)), ())
+    return lambda stage, kind: ((kind.part_of is BACKWARD, remaining(stage, kind)), ())
 
 
 PRIORITIES: Sequence[Priority] = (backward_first, longest_way_first, oldest_first, forward_first)
@@ -51,13 +51,13 @@ def by_each_priority(costs: Costs, caps: Caps, **limits: Any) -> list[Maker]:
     return [partial(list_schedule, costs=costs, caps=caps, priority=order, **limits) for order in PRIORITIES]
 
 
-def _way_to_go(problem: Problem) -> Callable[[int, Op], int]:
+def _way_to_go(problem: Problem) -> Callable[[int, Kind], int]:
     """Returns minus the number of stages that a micro-batch still has ahead, in forward or in backward."""
     height = [1] * len(problem.placement)
     for stage in problem.order:
         for target in problem.targets[stage]:
             height[target] = max(height[target], 1 + height[stage])
-    return lambda stage, op: -(problem.depth if op is Op.F else height)[stage]
+    return lambda stage, kind: -(problem.depth if kind.part_of is FORWARD else height)[stage]
 
 
 def list_schedule(
@@ -113,11 +113,11 @@ class _WithinCaps(ListScheduler):
         # W's come last; the other ready actions are ordered by key and micro-batch, by stage, and forwards first.
         keys: list[tuple[tuple[int, ...], int, tuple[int, ...]]] = []
         for stage, home in enumerate(problem.homes):
-            for op in (Op.F, Op.I if split else Op.B, Op.W):
-                before, behind = key(stage, op)
-                first, last = (op is Op.W, *before), (*behind, turn[stage], op is not Op.F, stage)
-                runs = op is Op.F or (problem.backward[stage] and (split or op is not Op.W))
-                actions = problem.actions(stage, op) if runs else []
+            for kind in (Kind.F, Kind.I if split else Kind.B, Kind.W):
+                before, behind = key(stage, kind)
+                first, last = (kind.messages is None, *before), (*behind, turn[stage], kind.part_of is BACKWARD, stage)
+                runs = kind.part_of is FORWARD or (problem.backward[stage] and (split or kind.messages))
+                actions = problem.actions(stage, kind) if runs else []
                 units.add_line(home, [(action,) for action in actions])
                 keys += [(first, action.microbatch, last) for action in actions]
         super().__init__(units, keys)

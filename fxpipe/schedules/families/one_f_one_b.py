@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.laps import laps
@@ -35,6 +35,7 @@ from fxpipe.schedules.families.limits import (
 )
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
@@ -61,12 +62,12 @@ def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:
 def _alternating(problem: Problem, stage: int, cap: int) -> Row:
     m, warm_up = problem.microbatches, cap - 1
     if not problem.backward[stage]:
-        return tuple(problem.actions(stage, Op.F))
-    row = [Action(stage, Op.F, j) for j in range(min(warm_up, m))]
+        return tuple(problem.actions(stage, Kind.F))
+    row = [Action(stage, Kind.F, j) for j in range(min(warm_up, m))]
     for j in range(m):
         if j + warm_up < m:
-            row.append(Action(stage, Op.F, j + warm_up))
-        row.append(Action(stage, Op.B, j))
+            row.append(Action(stage, Kind.F, j + warm_up))
+        row.append(Action(stage, Kind.B, j))
     return tuple(row)
 
 

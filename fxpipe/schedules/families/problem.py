@@ -8,10 +8,11 @@ from graphlib import CycleError, TopologicalSorter
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of, replicated
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
 from fxpipe.schedules.given import check_graph, check_length
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Row, Schedule
 
 
@@ -99,10 +100,10 @@ class Problem:
         """Returns the number of micro-batches in an action of a stage."""
         return self.groups[stage] if self.groups else 1
 
-    def actions(self, stage: int, op: Op) -> list[Action]:
-        """Returns all actions of a stage and op, in the order of their micro-batches."""
+    def actions(self, stage: int, kind: Kind) -> list[Action]:
+        """Returns all actions of a stage and kind, in the order of their micro-batches."""
         size = self.group(stage)
-        return [Action(stage, op, microbatch, size) for microbatch in range(0, self.microbatches, size)]
+        return [Action(stage, kind, microbatch, size) for microbatch in range(0, self.microbatches, size)]
 
     def table(self, rows: tuple[Row, ...]) -> Schedule:
         """Returns the schedule of these rows, for simulation."""

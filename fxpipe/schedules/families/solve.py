@@ -21,11 +21,12 @@ from itertools import accumulate, pairwise
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import RankOf, ranks_of, replicated
 from fxpipe.graph.topological import topological_order
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Held, Kind
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.simulate import peak_in_flight
 
@@ -74,12 +75,12 @@ def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) ->
     at a time. An earlier R would hold more bytes, and gain time only if the rank idles before another action.
     """
     # The family ``cached`` inserts R's itself.
-    left = frozenset(stages) - {action.stage for row in rows for action in row if action.op is Op.R}
+    left = frozenset(stages) - {action.stage for row in rows for action in row if action.kind.is_optional}
 
     def again(row: Sequence[Action]) -> Iterator[Action]:
         for action in row:
-            if action.stage in left and action.op in (Op.B, Op.I):
-                yield action._replace(op=Op.R)
+            if action.stage in left and action.kind.messages is BACKWARD:
+                yield action._replace(kind=Kind.R)
             yield action
 
     return tuple(tuple(again(row)) for row in rows)
@@ -91,8 +92,8 @@ def worthwhile(schedule: Schedule) -> tuple[bool, ...]:
     gains = [False] * len(schedule.placement)
     for row in schedule.rows:
         for action, following in zip(row, [*row[1:], None], strict=True):
-            if action.op is Op.F and schedule.backward[action.stage]:
-                gains[action.stage] |= following is None or following._replace(op=Op.F) != action
+            if action.kind.part_of is FORWARD and schedule.backward[action.stage]:
+                gains[action.stage] |= following is None or following._replace(kind=Kind.F) != action
     return tuple(gains)
 
 
@@ -229,11 +230,13 @@ def _lines(row: Row, rank_of: RankOf) -> dict[tuple[int, bool, bool], list[Unit]
     again: Unit = ()
     lines: dict[tuple[int, bool, bool], list[Unit]] = {}
     for action in row:
-        if action.op is Op.R:
+        if action.kind.is_optional:
             again = (action,)
             continue
         rank = rank_of(action.stage, action.microbatch)
-        lines.setdefault((rank, action.op is Op.F, action.op is Op.W), []).append((*again, action))
+        lines.setdefault((rank, action.kind.part_of is FORWARD, action.kind.messages is None), []).append(
+            (*again, action)
+        )
         again = ()
     return lines
 
@@ -253,7 +256,7 @@ class _Attempt(ListScheduler):
         if problem.backward[last.stage]:
             if problem.memory is not None and self.units.line_of[unit] != rank:
                 self.extra_bytes[rank] += sum(map(problem.costs.held, actions))
-            change = last.count if last.op is Op.F else 0 if last.op is Op.I else -last.count
+            change = last.count * int(last.kind.change(Held(1, 0, 1, False)))
             self.in_flight[rank, last.stage] = self.in_flight.get((rank, last.stage), 0) + change
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:
@@ -267,7 +270,7 @@ class _Attempt(ListScheduler):
         """Whether a unit would delay the next action of the fixed order too much."""
         # A unit delays the fixed order if that action could have begun before the unit ends, and cannot afford to wait.
         latest, end = self.facts.latest, now + self.units.time[unit]
-        aim = self.forward if self.units.actions[unit][-1].op is Op.F else self.backward
+        aim = self.forward if self.units.actions[unit][-1].kind.part_of is FORWARD else self.backward
         arrives = 0.0 if self.missing[following] else self.arrives[following]
         return latest[unit] > latest[following] and end > max(arrives, latest[following] + aim)
 
@@ -275,7 +278,7 @@ class _Attempt(ListScheduler):
         """Whether a forward keeps within its cap, and its rank within its memory. ``left``: the number of remaining
         actions of the fixed row."""
         facts, action = self.facts, self.units.actions[unit][-1]
-        if action.op is not Op.F or not facts.problem.backward[action.stage]:
+        if action.kind.part_of is BACKWARD or not facts.problem.backward[action.stage]:
             return True
         if self.in_flight.get((rank, action.stage), 0) + action.count > facts.caps[action.stage]:
             return False

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.zero_bubble import check_folds, zb_v
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
 from fxpipe.schedules.schedule import Row
 
 PERIOD = 6
@@ -39,32 +40,32 @@ def v_min(problem: Problem) -> tuple[Row, ...]:
 def _row(problem: Problem, rank: int, down: int, up: int) -> Row:
     """The actions of a rank in the order of their slots."""
     by_slot = {
-        slot + PERIOD * microbatch: Action(stage, op, microbatch)
-        for slot, stage, op in _slots(problem.ranks, rank, down, up)
+        slot + PERIOD * microbatch: Action(stage, kind, microbatch)
+        for slot, stage, kind in _slots(problem.ranks, rank, down, up)
         for microbatch in range(problem.microbatches)
-        if op is Op.F or problem.backward[stage]
+        if kind.part_of is FORWARD or problem.backward[stage]
     }
     return tuple(by_slot[slot] for slot in sorted(by_slot))
 
 
-def _slots(ranks: int, rank: int, down: int, up: int) -> Iterator[tuple[int, int, Op]]:
+def _slots(ranks: int, rank: int, down: int, up: int) -> Iterator[tuple[int, int, Kind]]:
     """Yields the slots, stages and ops of micro-batch 0 on a rank."""
     # If 3 divides p, F of the first stage and I of the last would meet in one of the six slots, 2p ≡ 0 mod 6: forwards
     # and I's then wait for two slots at the last rank.
     pause = 0 if ranks % 3 else 2
     begins = {
-        rank: (down, Op.F),
-        2 * ranks - 1 - rank + pause: (up, Op.F),
-        2 * ranks + rank + pause: (up, Op.I),
-        4 * ranks - 1 - rank + 2 * pause: (down, Op.I),
+        rank: (down, Kind.F),
+        2 * ranks - 1 - rank + pause: (up, Kind.F),
+        2 * ranks + rank + pause: (up, Kind.I),
+        4 * ranks - 1 - rank + 2 * pause: (down, Kind.I),
     }
     taken = {slot % PERIOD for slot in begins}
-    for slot, (stage, op) in begins.items():
-        yield slot, stage, op
-        if op is Op.I:  # the first slot after it that is free in every period
+    for slot, (stage, kind) in begins.items():
+        yield slot, stage, kind
+        if kind.messages is BACKWARD:  # the first slot after it that is free in every period
             weight = next(later for later in range(slot + 1, slot + PERIOD) if later % PERIOD not in taken)
             taken.add(weight % PERIOD)
-            yield weight, stage, Op.W
+            yield weight, stage, Kind.W
 
 
 FOLDING = zb_v, v_min

@@ -26,13 +26,14 @@ from functools import partial
 from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
 from fxpipe.schedules.families.laps import laps
 from fxpipe.schedules.families.limits import shortest, shortest_of
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import FORWARD, Kind
 from fxpipe.schedules.schedule import Row
 
 
@@ -72,17 +73,17 @@ def _deepest(problem: Problem) -> int:
 def _h1_row(problem: Problem, stage: int, deepest: int) -> Row:
     m, depth = problem.microbatches, problem.depth[stage]
     if not problem.backward[stage]:
-        return tuple(problem.actions(stage, Op.F))
-    row = [Action(stage, Op.F, j) for j in range(min(depth, m))]
+        return tuple(problem.actions(stage, Kind.F))
+    row = [Action(stage, Kind.F, j) for j in range(min(depth, m))]
     # I_j comes at once, as others wait for it; then the W of an earlier micro-batch, to even out the stages' memory.
     behind = deepest - depth
     for j in range(m):
-        row.append(Action(stage, Op.I, j))
+        row.append(Action(stage, Kind.I, j))
         if j >= behind:
-            row.append(Action(stage, Op.W, j - behind))
+            row.append(Action(stage, Kind.W, j - behind))
         if j + depth < m:
-            row.append(Action(stage, Op.F, j + depth))
-    row += [Action(stage, Op.W, j) for j in range(max(m - behind, 0), m)]
+            row.append(Action(stage, Kind.F, j + depth))
+    row += [Action(stage, Kind.W, j) for j in range(max(m - behind, 0), m)]
     return tuple(row)
 
 
@@ -110,33 +111,33 @@ def folded(ranks: int) -> tuple[int, ...]:
 
 def _v_row(problem: Problem, rank: int, stages: tuple[int, int]) -> Iterator[Action]:
     """With fewer than 2p − 1 micro-batches, the order of 2p − 1 without the micro-batches that do not exist."""
-    begun: Counter[tuple[int, Op]] = Counter()
-    for half, op in _v_order(rank, problem.ranks, max(problem.microbatches, 2 * problem.ranks - 1)):
-        microbatch = begun[half, op]
-        begun[half, op] += 1
-        if microbatch < problem.microbatches and (op is Op.F or problem.backward[stages[half]]):
-            yield Action(stages[half], op, microbatch)
+    begun: Counter[tuple[int, Kind]] = Counter()
+    for half, kind in _v_order(rank, problem.ranks, max(problem.microbatches, 2 * problem.ranks - 1)):
+        microbatch = begun[half, kind]
+        begun[half, kind] += 1
+        if microbatch < problem.microbatches and (kind.part_of is FORWARD or problem.backward[stages[half]]):
+            yield Action(stages[half], kind, microbatch)
 
 
-def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Op]]:
+def _v_order(rank: int, ranks: int, m: int) -> Iterator[tuple[int, Kind]]:
     """Yields a rank's operations, each with its half of the V."""
-    down = (DOWN, Op.I), (DOWN, Op.W)
-    up = (UP, Op.F), (UP, Op.I), (UP, Op.W)
+    down = (DOWN, Kind.I), (DOWN, Kind.W)
+    up = (UP, Kind.F), (UP, Kind.I), (UP, Kind.W)
     left = ranks - rank
     # 1. Warm-up: forwards down until the first micro-batch has returned, then alternately forwards up and down.
-    yield from [(DOWN, Op.F)] * (2 * left - 1)
-    yield from [(UP, Op.F), (DOWN, Op.F)] * rank
+    yield from [(DOWN, Kind.F)] * (2 * left - 1)
+    yield from [(UP, Kind.F), (DOWN, Kind.F)] * rank
     yield from up * left
     # 2. Steady: six actions, F, I and W of both halves. So far the rank has run 2(p − r) − 1 + r forwards down, and p
     # up.
     ahead = 2 * left - 1 + rank
-    yield from ((DOWN, Op.F), *down, *up) * (m - ahead)
+    yield from ((DOWN, Kind.F), *down, *up) * (m - ahead)
     # 3. Cool-down: no forwards down remain; the I's that other ranks wait for come first, the W's last.
     yield from (*down, *up) * (ahead - ranks)
-    yield from [(DOWN, Op.I), (UP, Op.I)] * rank
+    yield from [(DOWN, Kind.I), (UP, Kind.I)] * rank
     yield from down * left
-    yield from [(UP, Op.W)] * rank
-    yield from [(DOWN, Op.W)] * rank
+    yield from [(UP, Kind.W)] * rank
+    yield from [(DOWN, Kind.W)] * rank
 
 
 class NotFolded(ScheduleError):

@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpipe.schedules.schedule import Timeline, ran
 from fxpipe.schedules.show.svg_picture import lanes
-from fxpipe.schedules.show.words import IN_WORDS, headline, numbers, unit_of, waited
+from fxpipe.schedules.show.words import headline, numbers, unit_of, waited
 from fxpipe.schedules.simulate import changes_in_flight
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
@@ -74,12 +74,12 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
         for action in row:
             args = {
                 "stage": timeline.schedule.label(action.stage),
-                "op": IN_WORDS[action.op],
+                "op": action.kind.words,
                 "microbatch": action.microbatch if action.count == 1 else numbers(action),
                 "waited_for": waited(timeline, action, unit),
                 "waited_us": _nanoseconds(timeline, timeline.waited(action)) / 1000,
             }
-            yield {**_slice(timeline, rank, str(action), IN_WORDS[action.op], timeline.spans[action]), "args": args}
+            yield {**_slice(timeline, rank, str(action), action.kind.words, timeline.spans[action]), "args": args}
 
 
 def _around(timeline: Timeline) -> Iterator[Event]:

@@ -25,9 +25,10 @@ from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, as_placement
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Link, in_steps
 from fxpipe.schedules.given import check_given, nested
+from fxpipe.schedules.kinds import BACKWARD, FORWARD
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import verify
@@ -62,7 +63,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
     if edges is not None:
         check_given(edges=(links := nested(edges)))
     # The file does not say which stages have a backward, or how many micro-batches there are: the cells show both.
-    differentiated = {action.stage for row in rows for action in row if action.op is not Op.F}
+    differentiated = {action.stage for row in rows for action in row if action.kind.part_of is BACKWARD}
     schedule = Schedule(
         rows=tuple(rows),
         edges=tuple(links),
@@ -172,6 +173,6 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
 def _cell(step: Send | Receive, edge: Link) -> str:
     """The cell, on edge 0-1: ``0SEND_F3``, ``1RECV_F3`` for the value, ``1SEND_B3``, ``0RECV_B3`` for its gradient."""
     message = step.message
-    sends, is_value = isinstance(step, Send), message.op is Op.F
+    sends, is_value = isinstance(step, Send), message.direction is FORWARD
     stage = edge.source if sends == is_value else edge.target
-    return f"{stage}{'SEND' if sends else 'RECV'}_{message.op.value}{message.microbatch}"
+    return f"{stage}{'SEND' if sends else 'RECV'}_{message.direction.value}{message.microbatch}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from html import escape
-from typing import NamedTuple
 
 from fxpipe.errors import printable
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import KINDS, Kind
 from fxpipe.schedules.schedule import Reduction, Timeline, ran
-from fxpipe.schedules.show.words import IN_WORDS, describe, headline, numbers, unit_of
+from fxpipe.schedules.show.words import describe, headline, numbers, unit_of
 
 # Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
@@ -67,9 +67,9 @@ def svg(timeline: Timeline) -> str:
     return "\n".join(parts)
 
 
-def ops(timeline: Timeline) -> list[Op]:
-    used = {action.op for row in timeline.schedule.rows for action in row}
-    return [op for op in Op if op in used]
+def kinds_in(timeline: Timeline) -> list[Kind]:
+    used = {action.kind for row in timeline.schedule.rows for action in row}
+    return [kind for kind in KINDS.values() if kind in used]
 
 
 def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
@@ -80,22 +80,22 @@ def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> s
 # --- fills ---
 
 
-def _paint(stage: int | None, op: Op) -> str:
-    return fill(stage, op) if TONES[op].stripes is None else f"url(#{_pattern_id(stage, op)})"
+def _paint(stage: int | None, kind: Kind) -> str:
+    return fill(stage, kind) if kind.tone.stripes is None else f"url(#{_pattern_id(stage, kind)})"
 
 
-def _pattern_id(stage: int | None, op: Op) -> str:
-    return f"fxpipe-{op.value}-{'any' if stage is None else stage}"
+def _pattern_id(stage: int | None, kind: Kind) -> str:
+    return f"fxpipe-{kind.letter}-{'any' if stage is None else stage}"
 
 
 def _patterns(timeline: Timeline) -> Iterator[str]:
-    """Yields a pattern for each stage and op that is striped."""
-    for op in ops(timeline):
+    """Yields a pattern for each stage and kind that is striped."""
+    for kind in kinds_in(timeline):
         for stage in (None, *range(len(timeline.schedule.placement))):
-            if (colour := stripes(stage, op)) is not None:
+            if (colour := stripes(stage, kind)) is not None:
                 yield (
-                    f'<pattern id="{_pattern_id(stage, op)}" width="6" height="6" patternUnits="userSpaceOnUse"'
-                    f' patternTransform="rotate(45)"><rect width="6" height="6" fill="{fill(stage, op)}"/>'
+                    f'<pattern id="{_pattern_id(stage, kind)}" width="6" height="6" patternUnits="userSpaceOnUse"'
+                    f' patternTransform="rotate(45)"><rect width="6" height="6" fill="{fill(stage, kind)}"/>'
                     f'<rect width="3" height="6" fill="{colour}"/></pattern>'
                 )
 
@@ -104,10 +104,10 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    """Draws the ops in grey: their tones are the same for each stage, and the rows' labels name the stages."""
+    """Draws the kinds in grey: their tones are the same for each stage, and the rows' labels name the stages."""
     x = float(MARGIN)
     swatches = [
-        *((f"{op.value}: {IN_WORDS[op]}", f'fill="{_paint(None, op)}"') for op in ops(timeline)),
+        *((f"{kind.letter}: {kind.words}", f'fill="{_paint(None, kind)}"') for kind in kinds_in(timeline)),
         ("bubble", f'class="track" fill="{TRACK}"'),
         ("critical path", f'class="critical" fill="none" stroke="{INK}" stroke-width="1.5"'),
     ]
@@ -148,9 +148,9 @@ def _labels(layout: PictureLayout) -> Iterator[str]:
         middle = layout.y(rank) + layout.height / 2
         yield _text(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
         for stage, x, y, text in layout.labels(rank):
-            # The left half has the tone of F, the right half that of B: the stage's hue, whatever op it runs.
-            for op, offset in ((Op.F, 0), (Op.B, 5)):
-                yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, op)}"/>'
+            # The left half has the tone of F, the right half that of B: the stage's hue, whatever it runs.
+            for kind, offset in ((Kind.F, 0), (Kind.B, 5)):
+                yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, kind)}"/>'
             yield _text(x + SWATCH, y + 11, text)
 
 
@@ -162,11 +162,11 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
     gap, unit = _gap(layout), unit_of(layout.timeline)
     for rank, row in enumerate(ran(layout.timeline)):
         y = layout.y(rank)
-        groups: dict[tuple[int, Op], list[Action]] = {}
+        groups: dict[tuple[int, Kind], list[Action]] = {}
         for action in row:
-            groups.setdefault((action.stage, action.op), []).append(action)
-        for (stage, op), actions in groups.items():
-            yield f'<g class="cells" fill="{_paint(stage, op)}" stroke="{PAPER}" stroke-width="{gap:g}">'
+            groups.setdefault((action.stage, action.kind), []).append(action)
+        for (stage, kind), actions in groups.items():
+            yield f'<g class="cells" fill="{_paint(stage, kind)}" stroke="{PAPER}" stroke-width="{gap:g}">'
             texts = []
             for action in actions:
                 x, width = _extent(layout, action)
@@ -176,7 +176,7 @@ def _cells(layout: PictureLayout) -> Iterator[str]:
                     texts.append(f'<text x="{x + width / 2:.1f}" y="{y + layout.height / 2 + 4:g}">{number}</text>')
             yield "</g>"
             if texts:
-                yield f'<g fill="{ink(op)}" text-anchor="middle" pointer-events="none">'
+                yield f'<g fill="{ink(kind)}" text-anchor="middle" pointer-events="none">'
                 yield from texts
                 yield "</g>"
 
@@ -330,40 +330,23 @@ def truncated(text: str, room: float) -> str:
     return text.rstrip() + "…"
 
 
-# Colours are made in OKLCH, whose lightness is as the eye sees it: a tone is equally light in each hue, so that an op
+# Colours are made in OKLCH, whose lightness is as the eye sees it: a tone is equally light in each hue, so that a kind
 # looks alike in every stage, and the number in a cell is always readable.
 
 
-class Tone(NamedTuple):
-    """Lightness and chroma of an op. ``stripes``: the lightness of stripes across it, if any."""
-
-    lightness: float
-    chroma: float
-    stripes: float | None = None
+def fill(stage: int | None, kind: Kind) -> str:
+    """Returns the colour of a stage's action, as #rrggbb; of a striped kind, the background's. No stage: grey."""
+    return _colour(stage, kind.tone.lightness, kind.tone.chroma)
 
 
-TONES: Mapping[Op, Tone] = {
-    Op.F: Tone(0.85, 0.085),
-    Op.R: Tone(0.78, 0.085, stripes=0.86),
-    Op.B: Tone(0.52, 0.135),
-    Op.I: Tone(0.68, 0.125),
-    Op.W: Tone(0.90, 0.05, stripes=0.79),
-}
+def stripes(stage: int | None, kind: Kind) -> str | None:
+    """Returns the colour of the stripes of a stage's action; None if the kind has no stripes."""
+    lightness = kind.tone.stripes
+    return None if lightness is None else _colour(stage, lightness, kind.tone.chroma)
 
 
-def fill(stage: int | None, op: Op) -> str:
-    """Returns the colour of a stage's action, as #rrggbb; for striped ops, the background's colour. No stage: grey."""
-    return _colour(stage, TONES[op].lightness, TONES[op].chroma)
-
-
-def stripes(stage: int | None, op: Op) -> str | None:
-    """Returns the colour of the stripes of a stage's action; None if the op has no stripes."""
-    lightness = TONES[op].stripes
-    return None if lightness is None else _colour(stage, lightness, TONES[op].chroma)
-
-
-def ink(op: Op) -> str:
-    return INK if TONES[op].lightness > 0.6 else PAPER
+def ink(kind: Kind) -> str:
+    return INK if kind.tone.lightness > 0.6 else PAPER
 
 
 @cache

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Timeline
-
-IN_WORDS: Mapping[Op, str] = {
-    Op.F: "forward",
-    Op.R: "forward again",
-    Op.B: "backward",
-    Op.I: "input gradients",
-    Op.W: "weight gradients",
-}
 
 
 def numbers(action: Action) -> str:
@@ -67,11 +58,11 @@ def headline(timeline: Timeline) -> tuple[str, str]:
 
 
 def describe(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
-    """Returns the title of an action's cell: its rank, stage and op, when it ran, and what it waited for."""
+    """Returns the title of an action's cell: its rank, stage and kind, when it ran, and what it waited for."""
     start, end = timeline.spans[action]
     schedule, plural = timeline.schedule, "es" * (action.count > 1)
     return (
-        f"{action} on rank {schedule.rank(action)}: {IN_WORDS[action.op]} of micro-batch{plural} {numbers(action)}"
+        f"{action} on rank {schedule.rank(action)}: {action.kind.words} of micro-batch{plural} {numbers(action)}"
         f" in stage {schedule.label(action.stage)}; {unit.interval(start, end)}, takes {unit.time(end - start)};"
         f" {waited(timeline, action, unit)}"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fxpipe.graph.question import Answer, Kind
+from fxpipe.graph.question import Answer, QuestionKind
 from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth, size_decisions
 from fxpipe.trace.patching import all_patched, patched
 from fxpipe.trace.state.contents import users_modules
@@ -24,7 +24,7 @@ class Asked(BaseException):
     ``key``: the key of the answer in ``answers``; "" if the value has no description that identifies it.
     """
 
-    def __init__(self, value: Any, kind: Kind, key: str) -> None:
+    def __init__(self, value: Any, kind: QuestionKind, key: str) -> None:
         super().__init__()
         self.value, self.kind, self.key, self.line = value, kind, key, current_line()
 
@@ -47,7 +47,7 @@ class Decisions(TorchFunctionMode):
     @contextlib.contextmanager
     def answered(self) -> Iterator[None]:
         """While this context is open, forward's questions are answered."""
-        symbolic: list[tuple[Any, str, Kind]] = [(torch.SymBool, "__bool__", "truth")]
+        symbolic: list[tuple[Any, str, QuestionKind]] = [(torch.SymBool, "__bool__", "truth")]
         symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
         patches = [(owner, name, self._instead_of(getattr(owner, name), kind)) for owner, name, kind in symbolic]
         with all_patched(patches), self:
@@ -68,7 +68,7 @@ class Decisions(TorchFunctionMode):
         self._note_sizes(result)
         return result
 
-    def _answers(self, kind: Kind, value: Any) -> bool:
+    def _answers(self, kind: QuestionKind, value: Any) -> bool:
         return _is_asked(value) and (kind == "truth" or (self._numbers and not value.is_floating_point()))
 
     def _by_places(self, index: Any) -> Any:
@@ -95,14 +95,14 @@ class Decisions(TorchFunctionMode):
     def _made(self, tensor: Tensor) -> str:
         return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
 
-    def _asked(self, value: Any, kind: Kind, origin: str) -> Answer:
+    def _asked(self, value: Any, kind: QuestionKind, origin: str) -> Answer:
         # the key describes the computation, and not the line: equal computations have equal answers
         key = origin and f"{kind} of {origin}"
         if key not in self._known:
             raise Asked(value, kind, key)
         return self.used.setdefault(key, self._known[key])
 
-    def _instead_of(self, original: Callable[[Any], Any], kind: Kind) -> Callable[[Any], Any]:
+    def _instead_of(self, original: Callable[[Any], Any], kind: QuestionKind) -> Callable[[Any], Any]:
         def ask(symbol: Any) -> Any:
             if not is_unbacked(symbol):
                 return original(symbol)
@@ -114,7 +114,7 @@ class Decisions(TorchFunctionMode):
         return ask
 
 
-_KINDS: dict[Any, Kind] = {
+_KINDS: dict[Any, QuestionKind] = {
     **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), "truth"),
     **dict.fromkeys((Tensor.__int__, Tensor.__index__, Tensor.item), "number"),
     Tensor.tolist: "list",

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Span, Timeline
 from fxpipe.schedules.show.chrome_trace import chrome_trace
 from tests.graphs import FAMILIES, chain, random_bare
@@ -84,9 +85,9 @@ def test_an_arrow_for_each_dependency_between_ranks(name: str) -> None:
         expected: Counter[tuple[str, str]] = Counter()
         for action in timeline.spans:
             # A gradient is the work of the target's B or, where that is split, of its I.
-            forward = action.op is Op.F
+            forward = action.kind is Kind.F
             others = graph.sources(action.stage) if forward else graph.targets(action.stage)
-            for other in () if action.op is Op.W else others:
+            for other in () if action.kind is Kind.W else others:
                 if graph.placement[other] != graph.placement[action.stage]:
                     ops = "F" if forward else "BI"
                     before = (f"{other}{op}{action.microbatch}" for op in ops)

@@ -10,7 +10,8 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Row, Schedule
 from fxpipe.schedules.table import table
 from tests.graphs import (
@@ -127,7 +128,7 @@ def test_what_was_written_is_read_back(name: str, kind: str, communication: bool
 @pytest.mark.parametrize("communication", [False, True])
 @pytest.mark.parametrize("idle", [0, 1, 2])
 def test_a_rank_without_actions_is_a_line(communication: bool, idle: int, tmp_path: Path) -> None:
-    rows: list[Row] = [(Action(0, Op.F, 0), Action(0, Op.B, 0)), (Action(1, Op.F, 0), Action(1, Op.B, 0))]
+    rows: list[Row] = [(Action(0, Kind.F, 0), Action(0, Kind.B, 0)), (Action(1, Kind.F, 0), Action(1, Kind.B, 0))]
     rows.insert(idle, ())
     placement = tuple(rank for rank in range(3) if rank != idle)
     schedule = Schedule(tuple(rows), ((0, 1),), placement, (True, True), 1)

@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from fxpipe.schedules import build
-from fxpipe.schedules.action import Action, Op
+from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.kinds import KINDS, Kind
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.show import svg_picture
 from fxpipe.schedules.show.svg_picture import svg, text_width, ticks, truncated
@@ -107,7 +108,7 @@ def test_a_table_without_length_or_actions_can_be_drawn() -> None:
     assert {cell.width for cell in read(svg(nothing)).cells.values()} == {0}
     empty = Timeline(Schedule(((), ()), (), (0, 1), (True, True), 1), {}, {}, Costs.of(2))
     assert len(read(svg(empty)).rows) == 2
-    alone = Schedule(((Action(0, Op.F, 0),), ()), (), (0, 1), (False, False), 1)
+    alone = Schedule(((Action(0, Kind.F, 0),), ()), (), (0, 1), (False, False), 1)
     assert len(read(svg(alone.simulate())).rows) == 2
 
 
@@ -139,8 +140,8 @@ def test_a_long_table_keeps_a_sensible_width() -> None:
 
 
 def test_many_stages_have_colours_of_their_own() -> None:
-    fills = {svg_picture.fill(stage, op) for stage in range(128) for op in Op}
-    assert len(fills) == 128 * len(Op)
+    fills = {svg_picture.fill(stage, kind) for stage in range(128) for kind in KINDS.values()}
+    assert len(fills) == 128 * len(KINDS)
     assert all(re.fullmatch("#[0-9a-f]{6}", fill) for fill in fills)
 
 
@@ -151,18 +152,18 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-@pytest.mark.parametrize("op", Op)
-def test_numbers_can_be_read_on_every_colour(op: Op) -> None:
+@pytest.mark.parametrize("kind", list(KINDS.values()))
+def test_numbers_can_be_read_on_every_colour(kind: Kind) -> None:
     """4.5 is what the guidelines ask of text."""
     for stage in range(80):
-        for colour in (svg_picture.fill(stage, op), svg_picture.stripes(stage, op)):
-            assert colour is None or contrast(svg_picture.ink(op), colour) >= 4.5
+        for colour in (svg_picture.fill(stage, kind), svg_picture.stripes(stage, kind)):
+            assert colour is None or contrast(svg_picture.ink(kind), colour) >= 4.5
 
 
 def test_a_tone_is_about_as_light_in_each_hue_and_unlike_the_other_tones() -> None:
     """So that F and B are told apart without seeing colours at all."""
-    lightest_backward = max(luminance(svg_picture.fill(stage, Op.B)) for stage in range(80))
-    darkest_forward = min(luminance(svg_picture.fill(stage, Op.F)) for stage in range(80))
+    lightest_backward = max(luminance(svg_picture.fill(stage, Kind.B)) for stage in range(80))
+    darkest_forward = min(luminance(svg_picture.fill(stage, Kind.F)) for stage in range(80))
     assert darkest_forward > 2 * lightest_backward
 
 

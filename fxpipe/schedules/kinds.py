@@ -1,0 +1,174 @@
+"""Kinds of actions: one row of a table for each, with all that the rest of fxpipe asks about it.
+
+A new kind is a row here, and a runner in ``fxpipe.run.actions.RUNNERS``. No other code compares kinds with each other:
+it asks the row, so that a kind which is neither a forward nor a backward is never taken for one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from fxpipe.schedules.costs import Costs
+
+
+class Direction(enum.Enum):
+    """The two ways of values through the stage graph: with its edges (values), and against them (gradients)."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+    __hash__ = object.__hash__  # a member is one object; tables hash members often, and Enum's own hash is slow
+
+
+class Tone(NamedTuple):
+    """The colour of a kind in pictures: OKLCH lightness and chroma; the hue is the stage's.
+
+    ``stripes``: the lightness of stripes across it, if any.
+    """
+
+    lightness: float
+    chroma: float
+    stripes: float | None = None
+
+
+class Held(NamedTuple):
+    """What a stage holds of a micro-batch, in bytes or in micro-batches: ``whole`` from its forward on, ``inputs`` from
+    a forward that an R follows to that R, ``left`` between I and W. ``recomputed``: an R follows this forward."""
+
+    whole: float
+    inputs: float
+    left: float
+    recomputed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """A kind of action, for example ``Kind.F``. Each kind is a single object: compare with ``is``.
+
+    F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: the two halves of a
+    backward, the gradients of inputs (I) and of weights (W).
+    """
+
+    F: ClassVar[Kind]
+    R: ClassVar[Kind]
+    B: ClassVar[Kind]
+    I: ClassVar[Kind]  # noqa: E741
+    W: ClassVar[Kind]
+    __members__: ClassVar[dict[str, Kind]]
+    """``KINDS``, as of an enum: messages between ranks have a kind by its name."""
+
+    letter: str
+    """The kind's letter in a cell: "F" in ``2F0``."""
+    words: str
+    """The kind in words, for errors and pictures."""
+    tone: Tone
+    times: Callable[[Costs], tuple[float, ...]]
+    """Costs → the action's time at each stage."""
+    change: Callable[[Held], float]
+    """How much more a stage with a backward holds of a micro-batch after the action; negative if the action frees it.
+    Over all actions of a micro-batch the changes sum to 0."""
+    part_of: Direction | None = None
+    """The pass that the action belongs to. Evaluation runs the forward pass alone; a micro-batch without weight has no
+    backward pass. None: neither, so that the action runs in every step of training."""
+    messages: Direction | None = None
+    """What the action takes from other stages and gives to other stages: values, gradients (BACKWARD), or nothing."""
+    after: str | None = None
+    """The letter of the action of the same stage and micro-batch that must have run."""
+    replaces: str | None = None
+    """A letter: where a table has this action, later actions of the pass wait for it in place of the action with that
+    letter."""
+    is_optional: bool = False
+    """Whether tables may lack the action. If it is part of the backward pass, a stage has it for all micro-batches or
+    for none."""
+    completes_gradients: bool = False
+    """Whether the gradients of the stage's parameters are complete after the action, for its micro-batch."""
+
+    @property
+    def name(self) -> str:
+        return self.letter
+
+    def __str__(self) -> str:
+        return self.letter
+
+    def __repr__(self) -> str:
+        return f"Kind.{self.letter}"
+
+    def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
+        return kind_of, (self.letter,)  # copies, and other processes, get the object of the table
+
+
+FORWARD, BACKWARD = Direction
+
+KINDS: dict[str, Kind] = {
+    kind.letter: kind
+    for kind in (
+        Kind(
+            "F",
+            "forward",
+            Tone(0.85, 0.085),
+            part_of=FORWARD,
+            messages=FORWARD,
+            times=lambda costs: costs.forward,
+            change=lambda held: held.inputs if held.recomputed else held.whole,
+        ),
+        Kind(
+            "R",
+            "recomputation",
+            Tone(0.78, 0.085, stripes=0.86),
+            part_of=BACKWARD,
+            after="F",
+            replaces="F",
+            is_optional=True,
+            times=lambda costs: costs.forward,
+            change=lambda held: held.whole - held.inputs,
+        ),
+        Kind(
+            "B",
+            "backward",
+            Tone(0.52, 0.135),
+            part_of=BACKWARD,
+            messages=BACKWARD,
+            after="F",
+            completes_gradients=True,
+            times=lambda costs: costs.backward,
+            change=lambda held: -held.whole,
+        ),
+        Kind(
+            "I",
+            "input gradients",
+            Tone(0.68, 0.125),
+            part_of=BACKWARD,
+            messages=BACKWARD,
+            after="F",
+            replaces="B",
+            times=lambda costs: costs.input,
+            change=lambda held: held.left - held.whole,
+        ),
+        Kind(
+            "W",
+            "weight gradients",
+            Tone(0.90, 0.05, stripes=0.79),
+            part_of=BACKWARD,
+            after="I",
+            completes_gradients=True,
+            times=lambda costs: costs.weight,
+            change=lambda held: -held.left,
+        ),
+    )
+}
+"""Letter → kind, in the order of legends."""
+
+Kind.__members__ = KINDS
+for _kind in KINDS.values():
+    setattr(Kind, _kind.letter, _kind)
+
+BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})
+"""The two ways to make a backward: the whole, or its two halves."""
+
+
+def kind_of(letter: str) -> Kind:
+    return KINDS[letter]
