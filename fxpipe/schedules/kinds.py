@@ -9,10 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.costs import Costs
+from typing import ClassVar, NamedTuple, Protocol
 
 
 class Direction(enum.Enum):
@@ -33,6 +30,19 @@ class Tone(NamedTuple):
     lightness: float
     chroma: float
     stripes: float | None = None
+
+
+class Times(Protocol):
+    """The times of each stage, as ``Costs`` has them."""
+
+    @property
+    def forward(self) -> tuple[float, ...]: ...
+    @property
+    def backward(self) -> tuple[float, ...]: ...
+    @property
+    def input(self) -> tuple[float, ...]: ...
+    @property
+    def weight(self) -> tuple[float, ...]: ...
 
 
 class Held(NamedTuple):
@@ -66,8 +76,8 @@ class Kind:
     words: str
     """The kind in words, for errors and pictures."""
     tone: Tone
-    times: Callable[[Costs], tuple[float, ...]]
-    """Costs → the action's time at each stage."""
+    times: Callable[[Times], tuple[float, ...]]
+    """``Costs`` → the action's time at each stage."""
     change: Callable[[Held], float]
     """How much more a stage with a backward holds of a micro-batch after the action; negative if the action frees it.
     Over all actions of a micro-batch the changes sum to 0."""
