@@ -12,12 +12,15 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Action, Schedule, Topology
 from fxpipe.run.actions.actions import RUNNERS, BoundAction
-from fxpipe.schedules.kinds import KINDS, Kind, Tone
+from fxpipe.schedules.kinds import KINDS, Kind, Times, Tone
 from fxpipe.schedules.verify import verify
 
-NOTHING = Kind(
-    "N", "nothing", Tone(0.8, 0.0), is_optional=True, after="F", times=lambda costs: (3.0,) * len(costs.forward)
-)
+
+def three(costs: Times) -> tuple[float, ...]:
+    return (3.0,) * len(costs.forward)
+
+
+NOTHING = Kind("N", "nothing", Tone(0.8, 0.0), times=three, change=lambda held: 0.0, is_optional=True, after="F")
 ROWS = "0F0 0N0 0F1 0B0 0B1", "1F0 1B0 1N0 1F1 1B1"
 RAN: list[str] = []
 
