@@ -119,6 +119,7 @@ LONG = """
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[vision_language.md]
     whole/test_resume.py
     whole/test_save_load.py a_run_of_four
     whole/test_several_sharded.py it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False

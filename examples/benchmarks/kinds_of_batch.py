@@ -2,7 +2,7 @@
 
     python examples/benchmarks/kinds_of_batch.py --rows kinds.json              # all; rows that are there are kept
     python examples/benchmarks/kinds_of_batch.py --rows kinds.json --only Llama "GPT-2, 2 ranks"
-    python examples/benchmarks/kinds_of_batch.py --rows kinds.json --page examples/compatibility.md  # the table
+    python examples/benchmarks/kinds_of_batch.py --rows kinds.json --page examples/kinds_of_batch.md  # the table
 
 Every second family runs in a process of its own, which plays 2 pipe ranks; every tenth in 2 processes, too. It is
 compiled with ``boundaries="auto"`` for batches of 8 rows. It takes a step of SGD, and evaluates, on batches of 8, 5, 8

@@ -123,7 +123,7 @@ KINDS: dict[str, Kind] = {
             part_of=FORWARD,
             messages=FORWARD,
             times=lambda costs: costs.forward,
-            change=lambda held: held.inputs if held.recomputed else held.whole,
+            change=lambda load: load.inputs if load.recomputed else load.whole,
         ),
         Kind(
             "R",
@@ -134,7 +134,7 @@ KINDS: dict[str, Kind] = {
             replaces="F",
             is_optional=True,
             times=lambda costs: costs.forward,
-            change=lambda held: held.whole - held.inputs,
+            change=lambda load: load.whole - load.inputs,
         ),
         Kind(
             "B",
@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
             after="F",
             completes_gradients=True,
             times=lambda costs: costs.backward,
-            change=lambda held: -held.whole,
+            change=lambda load: -load.whole,
         ),
         Kind(
             "I",
@@ -156,7 +156,7 @@ KINDS: dict[str, Kind] = {
             after="F",
             replaces="B",
             times=lambda costs: costs.input,
-            change=lambda held: held.left - held.whole,
+            change=lambda load: load.left - load.whole,
         ),
         Kind(
             "W",
@@ -166,7 +166,7 @@ KINDS: dict[str, Kind] = {
             after="I",
             completes_gradients=True,
             times=lambda costs: costs.weight,
-            change=lambda held: -held.left,
+            change=lambda load: -load.left,
         ),
     )
 }

@@ -208,8 +208,8 @@ def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
     def change(action: Action) -> int:
         if not schedule.backward[action.stage]:
             return 0
-        held = Held(1, 0, 1, (action.stage, action.microbatch) in recomputed)
-        return action.count * int(action.kind.change(held))
+        load = Held(1, 0, 1, (action.stage, action.microbatch) in recomputed)
+        return action.count * int(action.kind.change(load))
 
     return change
 

@@ -44,7 +44,7 @@ def rows(printed: str, beginning: str, count: int) -> list[list[float]]:
 
 
 def simulated_as_the_page_says(printed: str) -> None:
-    """examples/stages.md, 16 micro-batches."""
+    """examples/stages_on_ranks.md, 16 micro-batches."""
     assert rows(printed, r"16 +trained", 3)[1][:5] == [2, 144, 86.25, 75, 75]
     assert rows(printed, r"16 +frozen", 3)[2][:5] == [4, 121, 80.5, 73, 73]
 
