@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action, Op
-from fxpipe.schedules.dependency import Dependencies, EdgeLike
+from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
@@ -25,21 +25,29 @@ from fxpipe.schedules.table import grid
 Step = tuple[int, Instruction]
 """(rank, the instruction that the rank runs)"""
 
+_BITS = {op: 1 << number for number, op in enumerate(Op)}
+
 Event = Action | Message | Reduce
 """What a rank may wait for: an action has run, a message has arrived, or all ranks have entered a reduction."""
 
 
 @paused()
-def verify(schedule: Schedule) -> list[Step]:
-    """The table's instructions as ``prove`` orders them; ScheduleError if an action is wrong or ranks deadlock."""
+def verify(schedule: Schedule) -> None:
+    """ScheduleError, with the failing cells marked, if an action is wrong or ranks deadlock.
+
+    A table whose cells can run in the order of their dependencies passes: ``lower`` posts a receive before the action
+    that needs it, and in its sender's order, so that a rank waits for no message that was made. Instructions are made
+    for a table that is stuck, to say who waits, and for one with waits that hold stages back.
+    """
     check(schedule)
-    return prove(schedule, schedule.instructions, schedule.links)
+    able = sum(1 for _ in in_order(schedule.rows, schedule.dependencies))
+    if schedule.dependencies.ahead or able < sum(map(len, schedule.rows)):
+        prove(schedule, schedule.instructions, schedule.links)
 
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError, with the failing cells marked, if an action is wrong; does not check for deadlocks."""
-    check_cells(schedule)
-    _check_complete(schedule)
+    _check_complete(schedule, check_cells(schedule))
     _check_edges(schedule)
 
 
@@ -55,50 +63,49 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
     return order
 
 
-def check_cells(schedule: Schedule) -> None:
-    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
-    seen: set[Action] = set()
+def check_cells(schedule: Schedule) -> list[bytearray]:
+    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once. Returns, for each
+    stage and micro-batch or first of a group, the operations that the table has, a bit of ``_BITS`` each."""
+    groups, rank_of = schedule.groups, schedule.rank_of
+    seen = [bytearray(schedule.microbatches) for _ in groups]
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            stage, _, microbatch, count = action
-            size = schedule.groups[stage]
+            stage, op, microbatch, count = action
+            size = groups[stage]
             if count != size or microbatch % count:
                 fact = f"{action} is no group of stage {stage}, which runs in groups of {size} from micro-batch 0 on"
                 _fail(schedule, [action], fact)
-            home = schedule.rank_of(stage, microbatch)
+            home = rank_of(stage, microbatch)
             if home != rank:
                 what = "its stage" if isinstance(schedule.placement[stage], int) else "it"
                 _fail(schedule, [action], f"{action} stands on rank {rank}, but {what} is on rank {home}")
-            if action in seen:
+            if seen[stage][microbatch] & _BITS[op]:
                 times = sum(row.count(action) for row in schedule.rows)
                 _fail(schedule, [action], f"{action} stands {times} times in the table")
-            seen.add(action)
+            seen[stage][microbatch] |= _BITS[op]
+    return seen
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _check_complete(schedule: Schedule, seen: Sequence[bytearray]) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
-    ops_of: defaultdict[tuple[int, int], set[Op]] = defaultdict(set)
-    for row in schedule.rows:
-        for stage, op, microbatch, _ in row:
-            ops_of[stage, microbatch].add(op)
-    # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
-    again = {stage for (stage, _), ops in ops_of.items() if Op.R in ops}
     for stage, size in enumerate(schedule.groups):
         right = [{Op.F, Op.B}, {Op.F, Op.I, Op.W}] if schedule.backward[stage] else [{Op.F}]
-        if stage in again and schedule.backward[stage]:
+        # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
+        if schedule.backward[stage] and any(ops & _BITS[Op.R] for ops in seen[stage]):
             right = [ops | {Op.R} for ops in right]
+        bits = [sum(_BITS[op] for op in ops) for ops in right]
         for microbatch in range(0, schedule.microbatches, size):
-            if ops_of[stage, microbatch] in right:
+            if seen[stage][microbatch] in bits:
                 continue
+            present = {op for op in Op if seen[stage][microbatch] & _BITS[op]}
             here, *wanted = (
-                [Action(stage, op, microbatch, size) for op in Op if op in ops]
-                for ops in [ops_of[stage, microbatch], *right]
+                [Action(stage, op, microbatch, size) for op in Op if op in ops] for ops in [present, *right]
             )
             rank = schedule.rank_of(stage, microbatch)
             needed = ", or ".join(" ".join(map(str, actions)) for actions in wanted)
-            present = " ".join(map(str, here)) or "none of them"
+            found = " ".join(map(str, here)) or "none of them"
             kind = "" if schedule.backward[stage] else " has no backward, and"
-            fact = f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {present}"
+            fact = f"stage {stage}{kind} needs {needed} on rank {rank}; the table has {found}"
             _fail(schedule, here or schedule.rows[rank][-1:], fact)
 
 

@@ -16,7 +16,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.lower import Compute, Receive
 from fxpipe.schedules.schedule import Row, Schedule, Timeline
-from fxpipe.schedules.verify import verify
+from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, WORKED, Bare, random_bare
 from tests.thinned import seeds
 
@@ -183,7 +183,7 @@ def test_a_group_runs_when_all_of_its_messages_have_arrived_and_a_message_is_use
     for seed in seeds(30):
         schedule, graph, sizes = built(name, seed)
         arrived: set[tuple[int, int, Op, int]] = set()
-        for rank, step in verify(schedule):
+        for rank, step in prove(schedule, schedule.instructions, schedule.links):
             if isinstance(step, Receive):
                 arrived.add((rank, step.message.edge, step.message.op, step.message.microbatch))
             if not isinstance(step, Compute) or step.action.op in (Op.R, Op.W):
