@@ -37,6 +37,7 @@ from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
+from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.sharding.parallelise import parts_of
@@ -254,6 +255,7 @@ def preview(
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
     device = device_of([*_tensors_of(model), *tensors_in((example_args, example_kwargs))], torch.device("cpu"))
 
+    @paused()
     def preview_at(options: Options) -> Preview:
         planning = previewed(PlanState.empty(model, options, topo, device), options)
         parts = {} if parallelize is None else parts_of(planning.first.graph, topo, parallelize)

@@ -343,11 +343,12 @@ class _Forecast:
             sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
             size = sum(collective.size * collective.crossing for collective in sent)
             total = self.topology.world_size / self.topology.size("pipe") * size
-        sends = (each for row in self.plan.instructions for each in row if isinstance(each, Send))
-        for message in (send.message for send in sends):
-            for group in self.topology.groups("pipe"):
-                if group[message.sender] // per_node != group[message.receiver] // per_node:
-                    total += self._size(message)
+        sizes: defaultdict[tuple[int, int], float] = defaultdict(float)  # sender, receiver in a pipeline → bytes
+        for message in (each.message for row in self.plan.instructions for each in row if isinstance(each, Send)):
+            sizes[message.sender, message.receiver] += self._size(message)
+        pipelines = self.topology.groups("pipe")
+        for (sender, receiver), size in sizes.items():
+            total += size * sum(ranks[sender] // per_node != ranks[receiver] // per_node for ranks in pipelines)
         return total
 
     def _what(self) -> str:

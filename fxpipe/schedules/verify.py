@@ -9,6 +9,7 @@ entered it.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.dependency import Dependencies, EdgeLike
+from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
 from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.no_gc import paused
@@ -31,16 +32,22 @@ Event = Action | Message | Reduce
 
 
 @paused()
-def verify(schedule: Schedule) -> list[Step]:
-    """The table's instructions as ``prove`` orders them; ScheduleError if an action is wrong or ranks deadlock."""
+def verify(schedule: Schedule) -> None:
+    """ScheduleError, with the failing cells marked, if an action is wrong or ranks deadlock.
+
+    A table whose cells can run in the order of their dependencies passes: ``lower`` posts a receive before the action
+    that needs it, and in its sender's order, so that a rank waits for no message that was made. Instructions are made
+    for a table that is stuck, to say who waits, and for one with waits that hold stages back.
+    """
     check(schedule)
-    return prove(schedule, schedule.instructions, schedule.links)
+    able = sum(1 for _ in in_order(schedule.rows, schedule.dependencies))
+    if schedule.dependencies.ahead or able < sum(map(len, schedule.rows)):
+        prove(schedule, schedule.instructions, schedule.links)
 
 
 def check(schedule: Schedule) -> None:
     """Raises ScheduleError, with the failing cells marked, if an action is wrong; does not check for deadlocks."""
-    check_cells(schedule)
-    _check_complete(schedule)
+    _check_complete(schedule, check_cells(schedule))
     _check_edges(schedule)
 
 
@@ -56,46 +63,51 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
     return order
 
 
-def check_cells(schedule: Schedule) -> None:
-    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
-    seen: set[Action] = set()
+def check_cells(schedule: Schedule) -> list[array[int]]:
+    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once. Returns, for each
+    stage and micro-batch or first of a group, the kinds that the table has, a bit of ``_bits`` each."""
+    groups, rank_of, bits = schedule.groups, schedule.rank_of, _bits()
+    seen = [array("H", bytes(2 * schedule.microbatches)) for _ in groups]
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            stage, _, microbatch, count = action
-            size = schedule.groups[stage]
+            stage, kind, microbatch, count = action
+            size = groups[stage]
             if count != size or microbatch % count:
                 fact = f"{action} is no group of stage {stage}, which runs in groups of {size} from micro-batch 0 on"
                 _fail(schedule, [action], fact)
-            home = schedule.rank_of(stage, microbatch)
+            home = rank_of(stage, microbatch)
             if home != rank:
                 what = "its stage" if isinstance(schedule.placement[stage], int) else "it"
                 _fail(schedule, [action], f"{action} stands on rank {rank}, but {what} is on rank {home}")
-            if action in seen:
+            if seen[stage][microbatch] & bits[kind]:
                 times = sum(row.count(action) for row in schedule.rows)
                 _fail(schedule, [action], f"{action} stands {times} times in the table")
-            seen.add(action)
+            seen[stage][microbatch] |= bits[kind]
+    return seen
 
 
-def _check_complete(schedule: Schedule) -> None:
+def _bits() -> dict[Kind, int]:
+    return {kind: 1 << number for number, kind in enumerate(KINDS.values())}
+
+
+def _check_complete(schedule: Schedule, seen: Sequence[array[int]]) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
-    kinds_of: defaultdict[tuple[int, int], set[Kind]] = defaultdict(set)
-    extra: defaultdict[int, set[Kind]] = defaultdict(set)  # stage → its optional kinds of the backward pass
-    for row in schedule.rows:
-        for stage, kind, microbatch, _ in row:
-            if kind.is_optional and kind.part_of is BACKWARD:
-                extra[stage].add(kind)
-            elif kind.is_optional:
-                continue
-            kinds_of[stage, microbatch].add(kind)
-    # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
+    bits = _bits()
+    free = sum(bit for kind, bit in bits.items() if kind.is_optional and kind.part_of is not BACKWARD)
     for stage, size in enumerate(schedule.groups):
-        right = [{Kind.F} | kinds | extra[stage] for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
+        right = [{Kind.F} | kinds for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
+        # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
+        for kind in bits if schedule.backward[stage] else ():
+            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in seen[stage]):
+                right = [kinds | {kind} for kinds in right]
+        sums = [sum(bits[kind] for kind in kinds) for kinds in right]
         for microbatch in range(0, schedule.microbatches, size):
-            if kinds_of[stage, microbatch] in right:
+            found = seen[stage][microbatch] & ~free
+            if found in sums:
                 continue
             here, *wanted = (
-                [Action(stage, kind, microbatch, size) for kind in KINDS.values() if kind in kinds]
-                for kinds in [kinds_of[stage, microbatch], *right]
+                [Action(stage, kind, microbatch, size) for kind in bits if kind in kinds]
+                for kinds in [{kind for kind in bits if found & bits[kind]}, *right]
             )
             rank = schedule.rank_of(stage, microbatch)
             needed = ", or ".join(" ".join(map(str, actions)) for actions in wanted)

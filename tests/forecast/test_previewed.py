@@ -6,6 +6,8 @@ import functools
 import itertools
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +418,22 @@ def test_bytes_between_nodes_are_those_of_a_run(name: str, zero: Any, pool: Pool
     told = preview(TOPOLOGIES[name], zero=zero, zero_scope="data")
     assert told.between_nodes == pytest.approx(sum(pool.run(sent, name, zero)), rel=0.05)
     assert told.between_nodes
+
+
+def test_more_messages_ask_the_topology_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes between nodes is counted for a pair of ranks, and not for each message in each pipeline."""
+    asked: Counter[int] = Counter()
+    groups = Topology.groups_over
+
+    def counted(topology: Topology, axes: Iterable[str]) -> list[list[int]]:
+        asked[microbatches] += 1
+        return groups(topology, axes)
+
+    monkeypatch.setattr(Topology, "groups_over", counted)
+    for microbatches in (2, 32):
+        told = preview(Topology([("pipe", 2), ("data", 4)], ranks_per_node=4), microbatches=microbatches)
+        assert told.between_nodes == 4 * ROWS * (4 * WIDTH + 8 + 4 * WIDTH)
+    assert asked[2] == asked[32]
 
 
 # --- forms ---

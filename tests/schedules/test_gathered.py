@@ -14,10 +14,10 @@ from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction, Kind
 from fxpipe.schedules.lower import Compute, Receive
 from fxpipe.schedules.schedule import Row, Schedule, Timeline
-from fxpipe.schedules.verify import verify
+from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, WORKED, Bare, random_bare
 from tests.thinned import seeds
 
@@ -187,8 +187,8 @@ def test_the_lower_bound_holds_for_groups(name: str) -> None:
 def test_a_group_runs_when_all_of_its_messages_have_arrived_and_a_message_is_used_once(name: str) -> None:
     for seed in seeds(30):
         schedule, graph, sizes = built(name, seed)
-        arrived: set[tuple[int, int, Kind, int]] = set()
-        for rank, step in verify(schedule):
+        arrived: set[tuple[int, int, Direction, int]] = set()
+        for rank, step in prove(schedule, schedule.instructions, schedule.links):
             if isinstance(step, Receive):
                 arrived.add((rank, step.message.edge, step.message.direction, step.message.microbatch))
             if not isinstance(step, Compute) or step.action.kind in (Kind.R, Kind.W):

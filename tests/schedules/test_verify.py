@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import build
+from fxpipe.schedules import ScheduleName, build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import Direction, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, is_forward, lower
@@ -127,6 +128,19 @@ def test_queues_for_activations_and_gradients_would_hang_with_several_stages_on_
     tables = [(graph.build("1f1b", 6), values_of(graph.edges, 0)) for graph in graphs]
     assert all(network(*table, per_directed_pair).ends(0) for table in tables)
     assert not all(network(*table, per_kind).ends(0) for table in tables)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "greedy"])
+def test_a_table_is_built_and_verified_in_a_few_bytes_an_action(name: ScheduleName) -> None:
+    """A cell takes about 130 bytes; its instructions would take 900 more."""
+    tracemalloc.start()
+    try:
+        schedule = build(name, chain(16), 64, placement=[*range(8), *range(8)] if name == "interleaved_1f1b" else None)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "instructions" not in vars(schedule)
+    assert most < 512 * sum(map(len, schedule.rows))
 
 
 # --- instructions that lowering would not make ---

@@ -13,7 +13,8 @@ import fxpipe
 from fxpipe import Action, Schedule, Topology
 from fxpipe.run.actions.actions import RUNNERS, BoundAction
 from fxpipe.schedules.kinds import KINDS, Kind, Times, Tone
-from fxpipe.schedules.verify import verify
+from fxpipe.schedules.lower import Compute
+from fxpipe.schedules.verify import prove
 
 
 def three(costs: Times) -> tuple[float, ...]:
@@ -56,7 +57,8 @@ def table(rows: tuple[str, str] = ROWS) -> Schedule:
 def test_it_is_verified_simulated_and_printed() -> None:
     schedule = table()
     schedule.verify()
-    assert [str(step.action) for _, step in verify(schedule) if hasattr(step, "action")].count("0N0") == 1
+    steps = prove(schedule, schedule.instructions, schedule.links)
+    assert [str(step.action) for _, step in steps if isinstance(step, Compute)].count("0N0") == 1
     timeline = schedule.simulate(forward=1, backward=2)
     spans = {str(action): (span.start, span.end) for action, span in timeline.spans.items()}
     # Rank 0: F 0-1, N 1-4, F 4-5. Rank 1: F 1-2, B 2-4, N 4-7, F 7-8, B 8-10. Rank 0: B 5-7, and B 10-12.

@@ -31,7 +31,7 @@ from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.kinds import BACKWARD, FORWARD
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
 from fxpipe.schedules.schedule import Schedule, StrPath
-from fxpipe.schedules.verify import verify
+from fxpipe.schedules.verify import check, prove
 from fxpipe.small_file import read_small, write_whole
 
 _MOST = 2**26  # bytes; a file of a million actions with their messages is smaller
@@ -156,7 +156,8 @@ def _with_messages(schedule: Schedule) -> list[list[str]]:
     """
     rows: list[list[str]] = [[] for _ in schedule.rows]
     begun: set[Message] = set()  # messages whose send or receive has run
-    for rank, step in verify(schedule):
+    check(schedule)
+    for rank, step in prove(schedule, schedule.instructions, schedule.links):
         if isinstance(step, Compute):
             rows[rank].append(str(step.action))
         elif isinstance(step, Send | Receive):
