@@ -195,9 +195,9 @@ class Gradients(ABC):
             RunError: parameters cannot be stepped whole, or cannot move to other ranks now.
         """
 
-    def publish(self, claim: OptimizerPieces) -> None:  # noqa: B027
+    def publish(self, claim: OptimizerPieces, frozen: bool) -> None:  # noqa: B027
         """Starts to send the pieces of a claim, which were stepped, to the ranks that use them; not where each call
-        gathers parameters."""
+        gathers parameters. ``frozen``: also the pieces of frozen parameters that have no gradient."""
 
     # shared by all classes
 

@@ -139,7 +139,7 @@ class Reducer(Gradients):
             bucket.drop_cleared()
         for bucket in self._live:
             bucket.complete = False
-            bucket.begin(scales)
+            bucket.begin(scales, self._unsummed)
         self._set_earlier_aside(scales)
 
     def watch(self, stopwatch: Stopwatch) -> None:
@@ -203,7 +203,7 @@ class Reducer(Gradients):
                 {
                     member.slot.name: (bucket.owners, member.present)
                     for bucket in self._live
-                    for member in bucket.members
+                    for member in bucket.summing
                 },
                 self._transport,
             )
@@ -219,7 +219,7 @@ class Reducer(Gradients):
             for bucket in self._live:
                 bucket.wait()
         # Waits only where this rank has not used all parameters.
-        members = [member for bucket in self._live for member in bucket.members]
+        members = [member for bucket in self._live for member in bucket.summing]
         if self._asked is not None and not all(member.present for member in members):
             used = self._asked.wait()
             for member in members:
@@ -242,10 +242,10 @@ class Reducer(Gradients):
 
     # after the optimizer
 
-    def publish(self, claim: OptimizerPieces) -> None:
+    def publish(self, claim: OptimizerPieces, frozen: bool) -> None:
         for bucket in sorted(self._buckets, key=self._turn):
             if bucket.claim == claim.number:
-                bucket.gather()
+                bucket.gather(frozen)
 
     def _turn(self, bucket: FlatBucket) -> int:
         """A bucket's number in the order of the next forward. Buckets of tied parameters come first: their owners run
