@@ -184,7 +184,7 @@ class Reducer(Gradients):
         self._reduce_complete()
 
     def flush(self) -> None:
-        """Starts the sums that are left, and asks which parameters were used."""
+        """Starts the sums that are left."""
         last = self._sync and not self._hold
         for bucket in self._live:
             bucket.awaited = None
@@ -198,15 +198,15 @@ class Reducer(Gradients):
                 bucket.wait()
                 bucket.start_across()
         self._queue.clear()
+
+    def ask(self, numbers: Tensor | None) -> None:
+        on_host = numbers is not None and numbers.device.type == "cpu"
         if self._sync or self.sums.zero == 2:
-            self._asked = WhoUsed(
-                {
-                    member.slot.name: (bucket.owners, member.present)
-                    for bucket in self._live
-                    for member in bucket.summing
-                },
-                self._transport,
-            )
+            members = [(bucket.owners, member) for bucket in self._live for member in bucket.summing]
+            used = {member.slot.name: (owners, member.present) for owners, member in members}
+            self._asked = WhoUsed(used, self._transport, numbers if on_host else None)
+        if not on_host or self._asked is None:
+            super().ask(numbers)
 
     def end(self, factor: Tensor | None) -> None:
         summed = self._sync and not self._hold
