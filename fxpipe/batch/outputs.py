@@ -198,8 +198,9 @@ def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
 # --- over ranks ---
 
 
-def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
-    """A replica's output with the whole batch's numbers. A collective call of the replicas that have an output.
+def over_replicas(transport: Transport, output: Any, is_of_all: bool, agreed: str | None) -> tuple[Any, str]:
+    """A replica's output with the whole batch's numbers, and the form of these numbers. A collective call of the
+    replicas that have an output. ``agreed``: the form, if the replicas have agreed on it.
 
     A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean, already
     weighted by its share of the whole batch, so the parts add up; so do counts (integers), and the total and count of a
@@ -208,7 +209,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:
-        return output
+        return output, ""
     leaves, spec = pytree.tree_flatten(output, is_leaf=lambda node: isinstance(node, Sum))
     own = _indices_of_own_numbers(output)
 
@@ -221,13 +222,15 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
 
     numbers = [number for index, leaf in enumerate(leaves) for number in numbers_in(leaf, index)]
     kinds = [str(number.dtype) if isinstance(number, Tensor) else type(number).__name__ for number in numbers]
-    if everyone := differing(transport, "data", f"{spec} of {', '.join(kinds)}" if numbers else "none"):
+    form = f"{spec} of {', '.join(kinds)}" if numbers else "none"
+    everyone = differing(transport, "data", form) if agreed is None else [agreed, form] * (agreed != form)
+    if everyone:
         raise RunError(
             f"the replicas' outputs have different numbers, which cannot be averaged: {'; '.join(everyone)}. "
             "Evaluate batches of one kind on all replicas"
         )
     if not numbers:
-        return output
+        return output, form
     # A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
     tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
     message = torch.view_as_real(torch.stack(tensors))
@@ -236,7 +239,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool) -> Any:
     for index, leaf in enumerate(leaves):
         if totals := [next(sums) for _ in numbers_in(leaf, index)]:
             leaves[index] = Sum(*totals) if isinstance(leaf, Sum) else totals[0]
-    return pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_unflatten(leaves, spec), form
 
 
 def _indices_of_own_numbers(output: Any) -> set[int]:

@@ -277,7 +277,7 @@ class DistributedTransport:
         self._member(self._hosts, scope)
         if len(self._ranks[scope]) == 1:
             return (item,)
-        everyone = self._gathered(scope, item.to_bytes(8, "little", signed=True))
+        everyone = self._gathered(scope, item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True))
         return tuple(int.from_bytes(sent, "little", signed=True) for sent in everyone)
 
     def _gathered(self, scope: str, sent: bytes) -> tuple[bytes, ...]:

@@ -69,7 +69,7 @@ class Transport(Protocol):
         return [item]
 
     def gather_int(self, scope: str, item: int) -> tuple[int, ...]:
-        """A faster ``gather`` for a 63-bit integer per rank."""
+        """A faster ``gather`` for an integer per rank."""
         return (item,)
 
     def all_reduce(self, scope: Scope, tensor: Tensor) -> None:

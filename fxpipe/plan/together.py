@@ -3,11 +3,11 @@ contain collectives between replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 
 from fxpipe.device import is_accelerator
-from fxpipe.distributed.transport import Transport, differing, member
+from fxpipe.distributed.transport import Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import all_tensors
@@ -118,11 +118,8 @@ def check_refusals(transport: Transport, everyone: Sequence[object]) -> None:
         raise RunError(f"{who} refuses its batch, and no rank runs this call: {text}")
 
 
-def check_rows(
-    transport: Transport, plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool
-) -> None:
-    """RunError if replicas whose rows contain data-axis collectives run different rows. A collective call of the data
-    axis.
+def shared_rows(plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool) -> tuple[int, ...] | None:
+    """The digests of the rows of a call if they contain data-axis collectives, so that all replicas must run the same.
 
     Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas or, as
     ``shards_parameters`` says, the parameters of stages; or their stages may meet those of other expert and context
@@ -130,9 +127,13 @@ def check_rows(
     """
     gathers, sums = plan.graph.sees_replicas, zero > 1 and training
     if not (gathers or sums or shards_parameters or meets):
-        return
-    digests = plan.row_digests if gathers or meets or (sums and zero == 2) else plan.pass_digests
-    if differing(transport, "data", digests):  # of all rows, so that all ranks of a pipe group raise
+        return None
+    return plan.row_digests if gathers or meets or (sums and zero == 2) else plan.pass_digests
+
+
+def check_rows(plan: Plan, everyone: Collection[tuple[int, ...] | None]) -> None:
+    """RunError if the replicas' ``shared_rows`` differ."""
+    if len(set(everyone)) > 1:  # of all rows, so that all ranks of a pipe group raise
         raise RunError(
             "sums and gathers inside of a step run in the order of the table, but the replicas run tables of their "
             f"own; this one's has {len(plan.graphs)} micro-batches. Give all replicas batches of one kind, that are "

@@ -38,6 +38,7 @@ from fxpipe.sharding.optimizer_class import (
     is_initial,
     looks_across,
     made_by,
+    steps_frozen,
     unwrapped,
 )
 from fxpipe.sharding.optimizer_state import (
@@ -123,6 +124,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # torch's constructor makes groups of the model's own parameters; the inner optimizer has their pieces.
         super().__init__(self._resolved(params), {})
         self._check_alone()
+        self._steps_frozen = store.sums.sharded and not is_elementwise(cls) and bool(self._try_out(steps_frozen))
         self._targets: list[list[Target]] = []
         self._inner = settle_foreach(made_by(cls, self._claimed(self.param_groups), kw))
         self.kind = type(self._inner).__name__
@@ -173,10 +175,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """RunError, on all ranks, if a step uses other parameters' gradients, and a rank steps only some parameters."""
         # Test the class alone, on small tensors, so that every rank gets the same result.
         in_parts = len(self._transport.ranks("pipe")) > 1 or self._store.shards
-        options = options_of(self.param_groups[0]) if self.param_groups else {}
         if not in_parts or self._elementwise:
             return
-        name, across = getattr(unwrapped(self._make), "__name__", "the optimizer"), looks_across(self._make, options)
+        name, across = getattr(unwrapped(self._make), "__name__", "the optimizer"), self._try_out(looks_across)
         if across is None:
             log(
                 f"fxpipe: {name} could not be tried on two small tensors, so that it is not known whether it steps a "
@@ -188,6 +189,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "only some of the model's; turn that off (timm's Lamb: max_grad_norm=None) and call "
                 "forward_backward.clip_grad_norm_(max_norm), or write torch.optim.AdamW"
             )
+
+    def _try_out(self, question: Callable[[OptimizerMaker, Mapping[str, Any]], bool | None]) -> bool | None:
+        return question(self._make, options_of(self.param_groups[0]) if self.param_groups else {})
 
     def _take_over(self) -> None:
         """Registers this optimizer for its parameters on all ranks, so that a replaced optimizer fails on all ranks."""
@@ -375,7 +379,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for target in stepped:
             target.write_back()
         for claim in self._claims:
-            self._store.publish(claim)
+            self._store.publish(claim, not is_step or self._steps_frozen)
         return result
 
     def _broken_ranks(self) -> tuple[int, ...]:

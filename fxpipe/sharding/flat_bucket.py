@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from fxpipe.distributed.collective import Collective, Scope, Work
 from fxpipe.distributed.stopwatch import Stopwatch
@@ -67,9 +68,8 @@ class FlatBucket:
         self.stage, self.owners = layout.kind.stage, layout.kind.owners
         self.size, self.root, self.sums, self.transport, self.claim = layout.size, layout.root, sums, transport, claim
         # begins to ends: this rank's section of the sum. _steps: the part of the section that this rank steps.
-        self.begins, self.ends = self._steps = (
-            layout.section(sums.rank, sums.shards) if sums.sharded else (0, self.size)
-        )
+        self._sections = [layout.section(rank, sums.shards) for rank in range(sums.shards)]
+        self.begins, self.ends = self._steps = self._sections[sums.rank] if sums.sharded else (0, self.size)
         # The owners of tied parameters have the same section of the sum. Each of them steps an equal part of it.
         if sums.sharded and transport.pipe_rank in self.owners and self.root is None:
             length = (self.ends - self.begins) // len(self.owners)
@@ -84,6 +84,7 @@ class FlatBucket:
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
             mark = _Mark.of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(InBucket(slot, parameter, mark))
+        self.summing: Sequence[InBucket] = self.members  # in a call: the members whose gradients it sums
         self.complete = False  # whether its sum has started, so that no gradient may come any more
         self.awaited: set[str] | None = None  # the parameters whose gradients the running backward still owes
         self.stopwatch = Stopwatch()
@@ -112,8 +113,10 @@ class FlatBucket:
             if vars(member.mark).pop("cleared", False) and member.parameter.grad is member.mark:
                 member.parameter.grad = None
 
-    def begin(self, scales: bool) -> None:
-        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not."""
+    def begin(self, scales: bool, all_members: bool) -> None:
+        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not.
+        ``all_members``: the call also sums the gradients of frozen parameters, which earlier calls have left."""
+        self.summing = self._moving(lambda parameter: all_members or parameter.requires_grad)
         if all(member.parameter.grad is None for member in self.members):
             self.forget()
             return
@@ -219,12 +222,15 @@ class FlatBucket:
                 self._works.append(self.transport.start([*steps[:-1], last], what))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
-        """zero=0: the collectives that sum the whole buffer, in place."""
-        wire = self.sums.on_wire(flat)
+        """zero=0: the collectives that sum the buffer, in place."""
+        extent = self._extent(self.summing, (0, self.size))
+        wire = self.sums.on_wire(taken(flat, extent))
         steps: list[Collective] = []
         # Across nodes only 1/shards of the bucket travels from each rank: scatter, sum the section across, gather.
         if self.sums.replicas > 1:
-            part = wire.new_empty(self.size // self.sums.shards)
+            if rest := -wire.numel() % self.sums.shards:
+                wire = pad(wire, (0, rest))
+            part = wire.new_empty(wire.numel() // self.sums.shards)
             steps.append(Collective("reduce_scatter", "shard", part, wire))
             steps += self.all_reduces(part)
             steps.append(Collective("all_gather", "gather", wire, part))
@@ -232,55 +238,75 @@ class FlatBucket:
             if self.sums.shards > 1:
                 steps.append(Collective("all_reduce", "shard", wire))
             steps += self.all_reduces(wire)
-        if wire is not flat:
-            steps[-1] = steps[-1]._replace(then=lambda: flat.copy_(wire))
+        if steps:
+            steps[-1] = steps[-1]._replace(then=lambda: put(wire, flat, extent))
         return steps
 
     def _to_section(self, flat: Tensor, last: bool) -> list[Collective]:
         """zero=1 and 2: the collectives that sum over the shard group; each rank adds its section to ``part``."""
-        wire, root = self.sums.on_wire(flat), self.root
-        if root is not None and root != self.sums.rank:
-            return [Collective("reduce", "shard", wire, root=root)]
+        wire, members = self.sums.on_wire(flat), self.summing
         # Sections of several micro-batches (zero=2) add up in the gradients' type, not in the wire's.
-        mine = wire[self.begins : self.ends]
         is_first = self.part is None
         if self.part is None:
-            self.part = torch.empty_like(mine, dtype=self.dtype)
-        part = self.part
-        received = torch.empty_like(mine) if self.sums.shards > 1 and root is None else mine
-        fill, steps = self._across(part) if last else (None, [])
+            self.part = torch.zeros(self.ends - self.begins, dtype=self.dtype, device=self.device)
+        part, mine = self.part, self._extent(members, (self.begins, self.ends))
+        received, steps = taken(wire, mine), list[Collective]()
+        if self._is_even(members) and self.sums.shards > 1:
+            received = torch.empty_like(received)
+            steps = [Collective("reduce_scatter", "shard", received, wire)]
+        elif self.sums.shards > 1:
+            sent = [taken(wire, self._extent(members, section)) for section in self._sections]
+            received = sent[self.sums.rank]
+            steps = [Collective("reduce", "shard", each, root=root) for root, each in enumerate(sent) if each.numel()]
+        fill, across = self._across(part) if last else (None, [])
 
         def arrived() -> None:
-            part.copy_(received) if is_first else part.add_(received)
+            put(received, part, mine, self.begins, adds=not is_first)
             if fill is not None:
                 fill()
 
-        if self.sums.shards == 1:
+        if not steps:
             arrived()
-            return steps
-        if root is not None:
-            return [Collective("reduce", "shard", wire, root=root, then=arrived), *steps]
-        return [Collective("reduce_scatter", "shard", received, wire, then=arrived), *steps]
+            return across
+        return [*steps[:-1], steps[-1]._replace(then=arrived), *across]
 
     def _across(self, part: Tensor) -> tuple[Callable[[], object], list[Collective]]:
         """The sum of a section over nodes and owners: a function to call once the section is complete, and collectives.
 
-        Where the wire has another type, the section travels in a buffer of its own, which the function fills.
+        Where the wire has another type, or only some members move, they travel in a buffer that the function fills.
         """
-        dtype = self.sums.on_wire(part[:0]).dtype
-        if dtype == part.dtype:
-            return lambda: None, self.all_reduces(part)
-        wire = torch.empty_like(part, dtype=dtype)
+        extent = self._extent(self.summing, (self.begins, self.ends))
+        mine = taken(part, extent, self.begins)
+        if mine.data_ptr() == part.data_ptr() and self.sums.on_wire(mine) is mine:
+            return lambda: None, self.all_reduces(mine)
+        wire = torch.empty_like(self.sums.on_wire(mine))
         steps = self.all_reduces(wire)
         if steps:
-            steps[-1] = steps[-1]._replace(then=lambda: part.copy_(wire))
-        return lambda: wire.copy_(part), steps
+            steps[-1] = steps[-1]._replace(then=lambda: put(wire, part, extent, self.begins))
+        return lambda: wire.copy_(taken(part, extent, self.begins)), steps
 
     def all_reduces(self, tensor: Tensor) -> list[Collective]:
         """All-reduces over the ranks of other nodes with the same section, and over the owners of tied parameters."""
         scopes: list[Scope] = ["replica"] if self.sums.replicas > 1 else []
         scopes += [self.owners] if self.owners else []
-        return [Collective("all_reduce", scope, tensor) for scope in scopes]
+        return [Collective("all_reduce", scope, tensor) for scope in scopes if tensor.numel()]
+
+    # moving some of the members: the others are frozen
+
+    def _moving(self, moves: Callable[[nn.Parameter], bool]) -> Sequence[InBucket]:
+        """The members to move. Where the owners of tied parameters step equal parts, all members move, or none."""
+        members = [member for member in self.members if moves(member.parameter)]
+        return self.members if members and self.owners else members
+
+    def _is_even(self, members: Sequence[InBucket]) -> bool:
+        """Whether a collective moves equal sections: those of all members."""
+        return self.root is None and len(members) == len(self.members)
+
+    def _extent(self, members: Sequence[InBucket], section: tuple[int, int]) -> list[tuple[int, int]]:
+        """(start, stop) of the elements of a section that belong to these members, or to the padding between all."""
+        if len(members) == len(self.members):
+            return [section]
+        return [ends for member in members if (ends := _within(member.slot, section))[0] < ends[1]]
 
     def wait(self) -> None:
         """Waits until all sums that were started are done."""
@@ -383,19 +409,24 @@ class FlatBucket:
         start, stop = _within(slot, section)
         return gradient.detach().as_strided((gradient.numel(),), (1,))[start - slot.start : stop - slot.start]
 
-    def gather(self) -> None:
-        """Starts all-gathers over the owners and the shard group, after each rank has stepped its section of values."""
-        if self.values is None:
+    def gather(self, all_members: bool) -> None:
+        """Starts all-gathers over the owners and the shard group, after each rank has stepped its section of values:
+        of the members that a step may change, or of all."""
+        members = self._moving(lambda each: all_members or each.requires_grad or each.grad is not None)
+        if self.values is None or not members:
             return
         # The owners' parts make a section, and the sections the bucket.
         steps: list[Collective] = []
         if self._steps != (self.begins, self.ends):
             section, mine = (self.values[slice(*ends)] for ends in ((self.begins, self.ends), self._steps))
             steps.append(Collective("all_gather", self.owners, section, mine))
-        if self.root is not None and self.sums.shards > 1:
-            steps.append(Collective("broadcast", "gather", self.values, root=self.root))
-        elif self.sums.shards > 1:
+        if self._is_even(members) and self.sums.shards > 1:
             steps.append(Collective("all_gather", "gather", self.values, self.values[self.begins : self.ends]))
+        elif self.sums.shards > 1:
+            for root, extent in enumerate(self._extent(members, section) for section in self._sections):
+                values = taken(self.values, extent)
+                then = partial(put, values, self.values, extent)
+                steps += [Collective("broadcast", "gather", values, root=root, then=then)] * bool(values.numel())
         if steps:
             self.gathering = self.transport.start(steps, f"parameters of {self}")
 
@@ -429,6 +460,21 @@ def _within(slot: Slot, section: tuple[int, int]) -> tuple[int, int]:
     """(start, stop) of the part of a parameter that lies in a section, in elements of the bucket."""
     begins, ends = section
     return max(slot.start, begins), max(min(slot.stop, ends), slot.start, begins)
+
+
+def taken(tensor: Tensor, extent: Sequence[tuple[int, int]], begins: int = 0) -> Tensor:
+    """The elements of an extent, in a row; a view if it is one range. ``begins``: the number of the first element."""
+    views = [tensor[start - begins : stop - begins] for start, stop in extent]
+    return views[0] if len(views) == 1 else torch.cat(views or [tensor[:0]])
+
+
+def put(values: Tensor, tensor: Tensor, extent: Sequence[tuple[int, int]], begins: int = 0, adds: bool = False) -> None:
+    """Writes, or adds, what ``taken`` has returned back to the elements of an extent."""
+    for start, stop in extent:
+        view = tensor[start - begins : stop - begins]
+        if view.data_ptr() != values.data_ptr():
+            (view.add_ if adds else view.copy_)(values[: stop - start])
+        values = values[stop - start :]
 
 
 def view_of(flat: Tensor, slot: Slot, like: Tensor) -> Tensor:

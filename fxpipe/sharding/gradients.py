@@ -154,6 +154,11 @@ class Gradients(ABC):
     def flush(self) -> None:
         """All backwards are over: starts the sums that are left."""
 
+    def ask(self, numbers: Tensor | None) -> None:
+        """Asks, behind ``flush``, which parameters were used. Sums ``numbers``, if any, over the replicas, in place."""
+        if numbers is not None:
+            self._transport.all_reduce("data", numbers)
+
     def drop(self) -> None:
         """Puts the gradients of earlier calls back, after a call that failed in a single process, and drops the failed
         call's own, which lack their factor."""
@@ -196,9 +201,9 @@ class Gradients(ABC):
             RunError: parameters cannot be stepped whole, or cannot move to other ranks now.
         """
 
-    def publish(self, claim: OptimizerPieces) -> None:  # noqa: B027
+    def publish(self, claim: OptimizerPieces, frozen: bool) -> None:  # noqa: B027
         """Starts to send the pieces of a claim, which were stepped, to the ranks that use them; not where each call
-        gathers parameters."""
+        gathers parameters. ``frozen``: also the pieces of frozen parameters that have no gradient."""
 
     # shared by all classes
 
@@ -308,16 +313,27 @@ class WhoUsed:
     """Asks all replicas, and all owners of tied parameters, which parameters they have used; the caller need not wait.
 
     ``used``: name → (the owners of a tied parameter; whether this rank has used it), in one order on all ranks.
+    ``numbers``: numbers on the host, which the same message sums over the replicas, in place, before this returns.
     """
 
-    def __init__(self, used: Mapping[str, tuple[tuple[int, ...], bool]], transport: Transport) -> None:
+    def __init__(
+        self,
+        used: Mapping[str, tuple[tuple[int, ...], bool]],
+        transport: Transport,
+        numbers: Tensor | None = None,
+    ) -> None:
         # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
         self._names = sorted(used, key=lambda name: used[name][0])
         # The flags lie on the host, which decides by them. On a GPU they would wait for all kernels before them.
         self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
-        over_data = bool(used) and transport.data_size > 1
+        over_data = bool(used) and transport.data_size > 1 and numbers is None
         steps = [Collective("maximum", "flags", self._flags)] if over_data else []
+        if numbers is not None:
+            message = torch.cat([self._flags, numbers])  # a used parameter's flags add up to 1 or more
+            transport.all_reduce("data", message)
+            numbers.copy_(message[len(self._names) :])
+            self._flags.copy_(message[: len(self._names)] > 0)
         start = 0
         for owners, names in groupby(self._names, key=lambda name: used[name][0]):
             stop = start + len(list(names))

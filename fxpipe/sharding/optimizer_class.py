@@ -113,32 +113,42 @@ def first_options(make: OptimizerMaker, options: Mapping[str, Any], scratch: Ten
 
 
 def looks_across(make: OptimizerMaker, options: Mapping[str, Any]) -> bool | None:
-    """Returns whether a tensor's step depends on another tensor's gradient, as in LAMB with its global norm, by making
-    12 steps of two tensors. None if the optimizer cannot step matrices with given gradients.
+    """Returns whether a tensor's step depends on another tensor's gradient, as in LAMB with its global norm. None if
+    the optimizer cannot step matrices with given gradients."""
+    # Step two tensors twice, with different gradients of the second: does the first tensor's result differ?
+    first, second = (_trial(make, options, other) for other in (1.0, 1e3))
+    return None if first is None or second is None else not torch.equal(first[0], second[0])
+
+
+def steps_frozen(make: OptimizerMaker, options: Mapping[str, Any]) -> bool:
+    """Returns whether a step may change a tensor that has no gradient any more."""
+    trial = _trial(make, options, None)
+    return trial is None or trial[1]
+
+
+def _trial(make: OptimizerMaker, options: Mapping[str, Any], other: float | None) -> tuple[Tensor, bool] | None:
+    """Makes 12 steps of two tensors. Returns the first, and whether the last 11 steps changed the second; None if the
+    optimizer cannot make them. ``other``: the factor of the second tensor's gradients in these; None for no gradient.
 
     The 12 gradients differ in size and direction: Prodigy and D-Adaptation set their joint rate late, and with updates
     as long as the tensor itself a clipped gradient changes only the mix of the moments. The random state stays
     unchanged.
     """
-
-    # Step two tensors twice, with different gradients of the second: does the first tensor's result differ?
-    def stepped(other: float) -> Tensor:
-        tensors = torch.ones(2, 2, 2).unbind()
-        optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
-        torch.manual_seed(0)
-        rising = torch.arange(1.0, 5.0)
-        for step in range(12):
-            gradient = (rising.roll(step) * (1 + step % 3)).view(2, 2)
-            for tensor, factor in zip(tensors, (1.0, other if step else 1.0), strict=True):
-                tensor.grad = gradient * factor
-            optimizer.step()
-        return tensors[0]
-
+    tensors, begun = torch.ones(2, 2, 2).unbind(), torch.ones(2, 2)
     try:
         with torch.no_grad(), torch.random.fork_rng(()):
-            return not torch.equal(stepped(1.0), stepped(1e3))
+            optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
+            torch.manual_seed(0)
+            rising = torch.arange(1.0, 5.0)
+            for step in range(12):
+                gradient = (rising.roll(step) * (1 + step % 3)).view(2, 2)
+                for tensor, factor in zip(tensors, (1.0, other if step else 1.0), strict=True):
+                    tensor.grad = None if factor is None else gradient * factor
+                optimizer.step()
+                begun = begun if step else tensors[1].clone()
     except Exception:
         return None
+    return tensors[0], not torch.equal(tensors[1], begun)
 
 
 class NumbersOfParts(TorchDispatchMode):  # type: ignore[no-untyped-call]

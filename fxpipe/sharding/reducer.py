@@ -140,7 +140,7 @@ class Reducer(Gradients):
             bucket.drop_cleared()
         for bucket in self._live:
             bucket.complete = False
-            bucket.begin(scales)
+            bucket.begin(scales, self._unsummed)
         self._set_earlier_aside(scales)
 
     def watch(self, stopwatch: Stopwatch) -> None:
@@ -185,7 +185,7 @@ class Reducer(Gradients):
         self._reduce_complete()
 
     def flush(self) -> None:
-        """Starts the sums that are left, and asks which parameters were used."""
+        """Starts the sums that are left."""
         last = self._sync and not self._hold
         for bucket in self._live:
             bucket.awaited = None
@@ -199,15 +199,15 @@ class Reducer(Gradients):
                 bucket.wait()
                 bucket.start_across()
         self._queue.clear()
+
+    def ask(self, numbers: Tensor | None) -> None:
+        on_host = numbers is not None and numbers.device.type == "cpu"
         if self._sync or self.sums.zero == 2:
-            self._asked = WhoUsed(
-                {
-                    member.slot.name: (bucket.owners, member.present)
-                    for bucket in self._live
-                    for member in bucket.members
-                },
-                self._transport,
-            )
+            members = [(bucket.owners, member) for bucket in self._live for member in bucket.summing]
+            used = {member.slot.name: (owners, member.present) for owners, member in members}
+            self._asked = WhoUsed(used, self._transport, numbers if on_host else None)
+        if not on_host or self._asked is None:
+            super().ask(numbers)
 
     def end(self, factor: Tensor | None) -> None:
         summed = self._sync and not self._hold
@@ -220,7 +220,7 @@ class Reducer(Gradients):
             for bucket in self._live:
                 bucket.wait()
         # Waits only where this rank has not used all parameters.
-        members = [member for bucket in self._live for member in bucket.members]
+        members = [member for bucket in self._live for member in bucket.summing]
         if self._asked is not None and not all(member.present for member in members):
             used = self._asked.wait()
             for member in members:
@@ -243,10 +243,10 @@ class Reducer(Gradients):
 
     # after the optimizer
 
-    def publish(self, claim: OptimizerPieces) -> None:
+    def publish(self, claim: OptimizerPieces, frozen: bool) -> None:
         for bucket in sorted(self._buckets, key=self._turn):
             if bucket.claim == claim.number:
-                bucket.gather()
+                bucket.gather(frozen)
 
     def _turn(self, bucket: FlatBucket) -> int:
         """A bucket's number in the order of the next forward. Buckets of tied parameters come first: their owners run

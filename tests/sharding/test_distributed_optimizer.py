@@ -69,7 +69,7 @@ class Halves:
 
         return Piece(name, parameter, start, stop, part(parameter.detach()), True, gradient)
 
-    def publish(self, claim: OptimizerPieces) -> None:
+    def publish(self, claim: OptimizerPieces, frozen: bool) -> None:
         self.published.append(claim)
 
     def settle(self) -> None:

@@ -37,7 +37,7 @@ from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.placement import check_hooks
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.plan.together import check_rows
+from fxpipe.plan.together import check_rows, shared_rows
 from fxpipe.run.actions.actions import Bound, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.recompute import EffectsOf
@@ -45,7 +45,15 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.step_outcome import ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
+from fxpipe.run.step.step_outcome import (
+    Facts,
+    ItemNumbers,
+    LossMessage,
+    StepOutcome,
+    conclude,
+    shares_of,
+    weights_of,
+)
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -104,6 +112,8 @@ class _PlanRecord:
     is_sized: bool = False  # whether the pipe group has gathered the bytes of each edge
     losses: dict[int | None, LossKind] = field(default_factory=dict)
     # kind of batch → the form of the loss; the key is None if the form does not depend on the kind
+    outputs: dict[tuple[int, str], str] = field(default_factory=dict)
+    """(kind of batch, the asked outputs) → the form of the numbers in an evaluation's output."""
 
 
 class Steps:
@@ -184,16 +194,14 @@ class Steps:
         """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         self.check_trained()
-        agreed, batches, shares = self._agree(calls, split_evenly, training=True)
+        agreed, batches, shares, everyone = self._agree(calls, split_evenly, training=True)
         plan, record, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
         # Two guards: in the first all ranks raise an FxpipeError with nothing under way, so training can go on.
         with self.failing.together(FxpipeError):
-            self._check_rows(plan, self._gradients.sums.zero, training=True)
+            check_rows(plan, [facts.rows for facts in everyone])
         with self.failing.together():
-            # the plan's losses have a single form, or may have another form for each kind of batch
-            form = None if plan.fixes_loss and self._options.parallelize is None else agreed.kind
-            loss_kind, is_new = record.losses.get(form), agreed.kind not in self._trained
+            loss_kind, is_new = record.losses.get(self._form(agreed)), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
             scales = self._is_sum is not False and not plan.counts
             hooked = self._hooked(plan, scales)
@@ -202,7 +210,7 @@ class Steps:
             if self.values is not None:
                 self._record_parameters(self.values)
                 self.values.begin(self.number, batches)
-            step = self._input(agreed, batches, shares, split_evenly, training=True, proves=is_new)
+            step = self._input(agreed, batches, shares, everyone, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
             # Listen before the first action, so that the receive is posted before the loss is sent.
@@ -212,8 +220,8 @@ class Steps:
             # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
             passed("reduction")
-            outcome = self._outcome(plan, result.loss, loss_kind)
-            record.losses[form] = outcome.kind
+            outcome = self._outcome(plan, result.loss, loss_kind, len({facts.form for facts in everyone}) == 1)
+            record.losses[self._form(agreed)] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
             self._check_unwritten(hooked)
@@ -300,27 +308,29 @@ class Steps:
 
     def _run_forward(self, calls: Sequence[Call], split_evenly: bool, outputs: str | None) -> Any:
         """Runs forward in the modes of the model's modules. ``outputs``: None for no output."""
-        agreed, batches, shares = self._agree(calls, split_evenly, training=False, wants_loss=outputs == "loss")
+        agreed, batches, shares, everyone = self._agree(calls, split_evenly, training=False, outputs=outputs)
         with self.failing.together(FxpipeError):
-            self._check_rows(agreed.plan, 0, training=False)
+            check_rows(agreed.plan, [facts.rows for facts in everyone])
         with self.failing.together():
             with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                step = self._input(agreed, batches, shares, split_evenly, training=False)
+                step = self._input(agreed, batches, shares, everyone, split_evenly, training=False)
                 result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
             self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-            return None if outputs is None else self._output(agreed, result.results, shares, outputs)
+            form = everyone[0].form if len({facts.form for facts in everyone}) == 1 else None
+            return None if outputs is None else self._output(agreed, result.results, shares, outputs, form)
 
     def _agree(
-        self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
-    ) -> tuple[AgreedBatch, list[dict[str, Any]], Sequence[float]]:
-        """Returns the plan for this call, and each micro-batch's inputs and share of the weight of the step. If a
-        replica refuses its batch, all ranks of all replicas raise an FxpipeError and can go on: nothing has changed."""
+        self, calls: Sequence[Call], split_evenly: bool, training: bool, outputs: str | None = None
+    ) -> tuple[AgreedBatch, list[dict[str, Any]], Sequence[float], Sequence[Facts]]:
+        """Returns the plan for this call, each micro-batch's inputs and share of the weight of the step, and the
+        replicas' facts, once where all are equal. If a replica refuses its batch, all ranks of all replicas raise an
+        FxpipeError and can go on: nothing has changed."""
         self.failing.check_open()
         self.transport.begin_step()
         with self.failing.together(*self._alike):  # the pipe group raises together; other ranks must not wait for it
             # This comes first: an error about the previous batch is clearer than the errors that result from it.
             self._check.compare()
-        proposal, inputs = self.agreement.propose(calls, split_evenly, training, wants_loss)
+        proposal, inputs = self.agreement.propose(calls, split_evenly, training, outputs == "loss")
         with self.failing.together(FxpipeError), label("settle"):
             try:
                 agreed = self.agreement.settle(proposal, inputs)
@@ -329,20 +339,41 @@ class Steps:
             except PeerLost:
                 raise
             except FxpipeError as error:  # the whole pipe group raises it, and the other replicas must not wait
-                shares_of(self.transport, [math.nan], training, str(error))
+                shares_of(self.transport, [math.nan], training, refusal=str(error))
                 raise
+            self._forget()
+            record = self._plans.get(id(agreed.plan))
+            if record is None:
+                bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
+                record = self._plans[id(agreed.plan)] = _PlanRecord(agreed.plan, lru_cache(MOST_BOUND)(bound))
             group = agreed.plan.group  # if the loss is of a group of micro-batches, each of them has the group's share
-            by_group = shares_of(self.transport, of_groups(weights, group), training)
+            facts = self._facts(agreed, record, batches, training, outputs)
+            by_group, everyone = shares_of(self.transport, of_groups(weights, group), training, facts)
             shares = [share for share in by_group for _ in range(group)]
-        self._forget()
-        record = self._plans.get(id(agreed.plan))
-        if record is None:
-            bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
-            record = self._plans[id(agreed.plan)] = _PlanRecord(agreed.plan, lru_cache(MOST_BOUND)(bound))
         # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
-        return agreed, batches, shares
+        return agreed, batches, shares, everyone
+
+    def _facts(
+        self,
+        agreed: AgreedBatch,
+        record: _PlanRecord,
+        batches: Sequence[Mapping[str, Any]],
+        training: bool,
+        outputs: str | None,
+    ) -> Facts:
+        plan, gradients = agreed.plan, self._gradients
+        zero = gradients.sums.zero if training else 0
+        rows = shared_rows(plan, zero, gradients.shards_parameters, gradients.meets, training)
+        form: Any = record.outputs.get((agreed.kind, str(outputs)))
+        if training and (loss := record.losses.get(self._form(agreed))) is not None:
+            form = loss.is_sum, loss.metrics, plan.counts
+        return Facts(rows, self._items.uses(plan.graph, batches), form)
+
+    def _form(self, agreed: AgreedBatch) -> int | None:
+        """The plan's losses have a single form, None, or may have another form for each kind of batch."""
+        return None if agreed.plan.fixes_loss and self._options.parallelize is None else agreed.kind
 
     def _forget(self) -> None:
         """Drops the state of the kinds of batch that the agreement has dropped, on all ranks of a pipe group."""
@@ -355,6 +386,7 @@ class Steps:
         for record in self._plans.values():
             for kind in kinds:
                 record.losses.pop(kind, None)
+            record.outputs = {key: form for key, form in record.outputs.items() if key[0] not in kinds}
         self._exchange.forget()
         self._effects.keep(self.agreement.planning.graphs)
 
@@ -363,11 +395,6 @@ class Steps:
         self.agreement.replan(planning)
         self._exchange.forget()
         self._plans.clear()
-
-    def _check_rows(self, plan: Plan, zero: int, training: bool) -> None:
-        """RunError if replicas that must run the same rows run different ones. A collective call of the data axis."""
-        gradients = self._gradients
-        check_rows(self.transport, plan, zero, gradients.shards_parameters, gradients.meets, training)
 
     def _row(self, plan: Plan) -> Sequence[Action]:
         """Returns the actions of the schedule that this process runs."""
@@ -390,6 +417,7 @@ class Steps:
         agreed: AgreedBatch,
         batches: list[dict[str, Any]],
         shares: Sequence[float],
+        everyone: Sequence[Facts],
         is_cut: bool,
         training: bool,
         proves: bool = False,
@@ -399,7 +427,7 @@ class Steps:
         if precision is not None:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
-        counted = self._items.add(agreed.plan.graph, batches, shares)
+        counted = self._items.add(batches, shares, {facts.items for facts in everyone})
         return StepInput(
             counted,
             shares,
@@ -477,13 +505,19 @@ class Steps:
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None) -> StepOutcome:
+    def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None, is_alike: bool) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         precision = self._options.precision
-        at_output = loss if self.transport.pipe_rank in (None, *plan.output_ranks) else None
+        transport, message, ask = self.transport, self._message, self._gradients.ask
+        at_output = loss if transport.pipe_rank in (None, *plan.output_ranks) else None
+        # The rank that adds the replicas' losses up asks with the same message.
+        adds = transport.data_size > 1 and (transport.pipe_rank,) == plan.output_ranks
         with label("loss"):
-            outcome = conclude(self.transport, at_output, plan, self._message, earlier)
+            if not adds:
+                ask(None)
+            is_agreed, add_up = is_alike and earlier is not None, ask if adds else partial(transport.all_reduce, "data")
+            outcome = conclude(transport, at_output, plan, message, earlier, is_agreed, add_up)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")
@@ -495,8 +529,15 @@ class Steps:
         self._is_sum = is_sum
         return outcome
 
-    def _output(self, agreed: AgreedBatch, results: Mapping[int, Any], shares: Sequence[float], outputs: str) -> Any:
-        """Joins the micro-batches' outputs to the whole batch's output."""
+    def _output(
+        self,
+        agreed: AgreedBatch,
+        results: Mapping[int, Any],
+        shares: Sequence[float],
+        outputs: str,
+        form: str | None,
+    ) -> Any:
+        """Joins the micro-batches' outputs to the whole batch's output. ``form``: of its numbers, if replicas agree."""
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
@@ -513,7 +554,11 @@ class Steps:
                 ordered = list(map(loss_in, ordered))
             if agreed.call.batch.is_whole or outputs == "loss":
                 rows = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists)
-                output = without_entries(over_replicas(transport, rows.join(ordered, shares), plan.has_all_rows))
+                joined = rows.join(ordered, shares)
+                output, form = over_replicas(transport, joined, plan.has_all_rows, form)
+                output = without_entries(output)
+                if outputs == "loss" or self._form(agreed) is None:
+                    self._plans[id(plan)].outputs[agreed.kind, outputs] = form
             else:
                 output = ordered
             if outputs == "loss" and isinstance(output, Sum):

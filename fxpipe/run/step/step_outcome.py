@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import ITEMS
+from fxpipe.plain_data import encode, number_of
 from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.together import check_refusals
@@ -81,6 +83,8 @@ def conclude(
     plan: Plan,
     message: LossMessage,
     earlier: LossKind | None,
+    is_agreed: bool,
+    add_up: Callable[[Tensor], object],
 ) -> StepOutcome:
     """Combines the replicas' losses and sends the result to every rank.
 
@@ -88,6 +92,7 @@ def conclude(
     are already weighted by their share of the whole step, so they are added. A ``Sum`` is Σ total / Σ count, and its
     gradients are divided by Σ count; if the plan ``counts`` the items before the forward, the gradients are divided
     already. ``earlier``: the form of this loss from an earlier step; with it, ranks exchange numbers alone.
+    ``is_agreed``: whether all replicas have it. ``add_up``: sums a tensor over the replicas, in place.
     """
     if earlier is None:
         mine = None if step is None or step.kind is None else (step.is_empty, tuple(step.kind))
@@ -116,7 +121,7 @@ def conclude(
         transport.start([summed], "the losses").wait()  # queued after the gradients that these ranks sum
         step = StepLoss.of_rows(kind, rows) if transport.pipe_rank == output_rank else None
     if step is not None:
-        if others := differing(transport, "data", (is_sum, columns, counted)):
+        if others := [] if is_agreed else differing(transport, "data", (is_sum, columns, counted)):
             raise RunError(
                 "the replicas' losses come with different metrics, or as a fxpipe.Sum on one and as a mean on another, "
                 f"or with a count that inputs decide on one alone: (is a Sum, metrics, count) are {shown(others)}; "
@@ -125,7 +130,7 @@ def conclude(
         numbers = sums = step.numbers(columns, numbers.device)  # loss or total, count, metrics ...
         if plan.has_all_rows and transport.data_rank:  # the first replica's integers are of all rows
             sums[2:] *= torch.tensor([form != "integer" for _, form in columns], device=sums.device)
-        transport.all_reduce("data", sums)
+        add_up(sums)
         if is_sum:  # the loss of a step without items is 0, and not 0 / 0
             count = torch.where(sums[1] == 0, 1.0, sums[1])
             numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
@@ -226,20 +231,39 @@ def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any
     return weights
 
 
+class Facts(NamedTuple):
+    """What a replica knows of a call before it runs. ``rows``: ``shared_rows``. ``items``: whether the number of items
+    is asked for, and given. ``form``: the form of the numbers that replicas will add up, from an earlier call."""
+
+    rows: tuple[int, ...] | None = None
+    items: tuple[bool, bool] | None = None
+    form: Any = None
+
+
+NO_FACTS = Facts()
+
+
+@lru_cache(256)
+def _digest(facts: Facts) -> int:
+    return number_of(encode(tuple(facts)))
+
+
 def shares_of(
-    transport: Transport, weights: Sequence[float], training: bool, refusal: str | None = None
-) -> tuple[float, ...]:
-    """Returns each weight divided by the sum of all replicas' weights. A collective call of the data axis.
+    transport: Transport, weights: Sequence[float], training: bool, facts: Facts = NO_FACTS, refusal: str | None = None
+) -> tuple[tuple[float, ...], Sequence[Facts]]:
+    """Returns each weight divided by the sum of all replicas' weights; and the replicas' facts, once where all are
+    equal. A collective call of the data axis.
 
     A replica that refuses its batch passes the weight NaN, and why. RunError if replicas make different calls, or if
     other replicas alone refuse their batches.
     """
-    total = sum(weights)
+    total, different = sum(weights), [facts]
     if transport.data_size > 1:
-        # Send the total's bits as an int64, which is 0 or more; in evaluation its complement, which is below 0.
+        # Send the total's 64 bits below a digest of the facts: 0 or more; in evaluation the complement, below 0.
         # The sign tells a step from an evaluation, in the collective call that both make anyway.
         (bits,) = struct.unpack("<q", struct.pack("<d", total))
-        everyone = transport.gather_int("data", bits if training else ~bits)
+        number = _digest(facts) << 64 | bits
+        everyone = transport.gather_int("data", number if training else ~number)
         steps = [number >= 0 for number in everyone]  # other gather_int calls of a step send no number below 0
         if len(set(steps)) > 1:
             trains, evaluates = (
@@ -251,10 +275,13 @@ def shares_of(
                 "topo.sampler(dataset), which gives all of them as many rows"
             )
         numbers = [max(number, ~number) for number in everyone]
-        total = math.fsum(struct.unpack(f"<{len(numbers)}d", struct.pack(f"<{len(numbers)}q", *numbers)))
+        totals = [number & (1 << 64) - 1 for number in numbers]
+        total = math.fsum(struct.unpack(f"<{len(totals)}d", struct.pack(f"<{len(totals)}q", *totals)))
         if math.isnan(total):
             check_refusals(transport, transport.gather("data", refusal))
-    return tuple(weight / total if total else 0.0 for weight in weights)
+        elif len({number >> 64 for number in numbers}) > 1:
+            different = [Facts(*each) for each in transport.gather("data", tuple(facts))]
+    return tuple(weight / total if total else 0.0 for weight in weights), different
 
 
 CHECKED_NUMBERS = 3
@@ -268,14 +295,23 @@ class ItemNumbers:
         self._transport, self.items, self._in_parts = transport, items, in_parts
         self._given = 0
 
+    def uses(self, graph: StageGraph, batches: Sequence[Mapping[str, Any]]) -> tuple[bool, bool] | None:
+        """Whether this rank's stages ask for the number of items, and whether the user has given it; None if the model
+        takes no number."""
+        if not self.items.is_taken:
+            return None
+        rank = self._transport.pipe_rank
+        is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
+        return is_asked, is_asked and any(batch.get(ITEMS) is not None for batch in batches)
+
     def add(
-        self, graph: StageGraph, batches: Sequence[dict[str, Any]], shares: Sequence[float]
+        self, batches: Sequence[dict[str, Any]], shares: Sequence[float], everyone: Collection[tuple[bool, bool] | None]
     ) -> Sequence[dict[str, Any]]:
         """Returns the micro-batches, each with its share of the user's number of items, or of the whole batch's count.
 
-        A collective call of the data axis.
+        A collective call of the data axis. ``everyone``: what replicas' ``uses`` returned, once where all are equal.
         """
-        items, rank = self.items, self._transport.pipe_rank
+        items = self.items
         for batch in batches if self._in_parts else ():
             has_tokens = any(batch.get(name) is not None for name in ("input_ids", "inputs_embeds"))
             if items.has_positions and has_tokens and batch.get("position_ids") is None:
@@ -288,17 +324,15 @@ class ItemNumbers:
                     "the loss would shift labels within this context rank's positions, whose ends lie elsewhere; pass "
                     "shift_labels=topo.context_part(F.pad(labels[:, 1:], (0, 1), value=-100)), too"
                 )
-        if not items.is_taken:
-            return batches
-        is_asked = any(ITEMS in s.batch_inputs for s in graph if rank in (None, *graph.ranks(s.index)))
-        passed = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
-        if differing(self._transport, "data", (is_asked, is_asked and bool(passed))):
+        if len(everyone) > 1:
             raise RunError(
                 f"the loss of some replicas divides by {ITEMS} and that of others does not, or it was given to some; "
                 "pass the same inputs on all"
             )
-        if not is_asked:
+        (used,) = everyone
+        if used is None or not used[0]:
             return batches
+        passed = [batch[ITEMS] for batch in batches if batch.get(ITEMS) is not None]
         numbers: Sequence[Any] = [batch.get(ITEMS) for batch in batches]
         if passed:
             self._check(items, passed[0], batches)
