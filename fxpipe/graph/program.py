@@ -69,8 +69,8 @@ class Program:
     """A text that says which symbolic sizes forward converts into Python numbers, and on which lines."""
     answers: Answers = ()
     """The questions of forward about its inputs, and the answers for which the program is valid."""
-    sets: frozenset[tuple[int, str]] = frozenset()
-    """The attributes that forward sets before it reads them: (the identity of a module's ``__dict__``, a name)."""
+    sets: Mapping[tuple[int, str], str] = field(default_factory=dict)
+    """The attributes that forward sets before it reads them: (the id of a ``__dict__``, a name) → the user's line."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
     """Tensors of the model, neither parameters nor buffers, with whose values the capture has computed: their names,
     the tensors, and how often they had been written in place."""

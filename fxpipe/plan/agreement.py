@@ -290,6 +290,7 @@ class Agreement:
                 rows = everyone if agreed.pattern in self.planning.plans else None
             self._settled[key, rows] = agreed  # moves the kind to the most recently used end
             self._drop()
+            self.planning.captures.reads.drop_set()
             return replace(agreed, replica_rows=replica_rows)
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:

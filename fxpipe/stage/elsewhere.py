@@ -1,4 +1,4 @@
-"""Elsewhere: placeholders on a rank for values that another rank has, such as a parameter of another rank's stage."""
+"""Placeholders: for values of another rank, such as a parameter of its stage, and for values of an earlier call."""
 
 from __future__ import annotations
 
@@ -103,3 +103,29 @@ class Elsewhere(Tensor):
 # set on the class, not by __torch_function__: these methods never reach a dispatcher
 for _name in _MEMORY:
     setattr(Elsewhere, _name, Elsewhere.refuse)
+
+
+class Gone:
+    """Stands on a model for a value of one call of forward. Each use raises a RunError that says ``why``."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RunError(self._why)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for these
+            raise AttributeError(name)
+        self.refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self._why}>"
+
+    # no method, against which torch warns
+    __torch_function__ = property(lambda self: lambda *args, **kwargs: self.refuse())
+
+
+_ALSO = {f"__{use}__" for use in ("call", "enter", "eq", "format", "fx_create_arg", "ge", "gt", "le", "lt", "ne")}
+for _name in _ALSO | {*dir(int), *dir(list)} - {*dir(object), "__class_getitem__", "__getnewargs__"}:
+    setattr(Gone, _name, Gone.refuse)

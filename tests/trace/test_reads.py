@@ -199,8 +199,51 @@ def test_what_one_kind_of_batch_sets_and_another_reads_is_refused(tracer: Any) -
     topology = fxpipe.Topology([("pipe", 2)])
     forward_backward = fxpipe.compile(KeepsTheMean(), topology, microbatches=2, tracer=tracer, example_args=(x,))
     assert torch.isfinite(forward_backward(x))
-    with pytest.raises(fxpipe.FxpipeError, match=r"sets KeepsTheMean\.mean in one kind .* in a buffer"):
+    with pytest.raises(fxpipe.FxpipeError, match=r"sets KeepsTheMean\.mean.* in a buffer"):
         forward_backward.evaluate(x)
+
+
+class Collects(nn.Module):
+    """Collects values on itself, as Monodepth2's encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.features, self.rows, self.loss = ["none"], 0, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features, self.rows = [self.a(x)], x.shape[0]
+        self.features.append(self.b(fxpipe.stage_boundary(self.features[0].tanh())))
+        self.loss = self.features[1].square().mean() + self.features[0].mean()
+        return self.loss
+
+
+USES: list[Callable[[Any], Any]] = [
+    lambda model: model.features[0],
+    lambda model: len(copy.deepcopy(model).features),
+    lambda model: torch.ones(()) + model.loss,
+    lambda model: torch.stack([torch.ones(()), model.loss]),
+    lambda model: model.loss.item(),
+    lambda model: f"{model.loss:.3f}",
+    lambda model: float(model.rows),
+]
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_a_value_that_forward_sets_is_no_earlier_value_after_the_call(tracer: Any) -> None:
+    model, (x, _) = Collects(), batch(0)
+    plain = copy.deepcopy(model)
+    topology = fxpipe.Topology([("pipe", 2)])
+    forward_backward = fxpipe.compile(model, topology, microbatches=2, tracer=tracer, example_args=(x,))
+    for rows, call in ((8, forward_backward), (6, forward_backward.evaluate), (8, forward_backward)):
+        wanted = sum(plain(part) / 2 for part in x[:rows].chunk(2))
+        assert_same(call(x[:rows]), wanted, f"loss of {rows} rows")
+        for use in USES:
+            with pytest.raises(RunError, match=r"forward sets Collects\.(?s:.*) return the value(?s:.*), in forward"):
+                use(model)
+        assert repr(model.loss).startswith("<forward sets Collects.loss")
+        plain_call = model(x)
+        assert (model.loss, len(model.features)) == (plain_call, 2)
 
 
 def test_what_is_not_read_may_change_with_every_step() -> None:

@@ -154,6 +154,12 @@ def last_of_a_part(m: Any, h: Tensor) -> None:
     part.last = h + getattr(part, "last", 0.0)  # here
 
 
+def list_of_all_calls(m: Any, h: Tensor) -> None:
+    if getattr(m, "kept", None) is None:
+        m.kept = []  # here
+    m.kept.append(h)
+
+
 def gain_of_a_part(m: Any, h: Tensor) -> Any:
     if m.gain.gain == 1.0:
         m.gain.gain = 2.0  # here
@@ -199,10 +205,9 @@ AT_ITS_LINE: list[Row] = [
     (last_of_a_part, f"{SETS}inner.part.last", f"{SETS}inner.part.last", "not made by an operation of torch"),
     (last, f"{SETS}Victim.last", f"{SETS}Victim.last", "not made by an operation of torch"),
     (counts, f"{SETS}Victim.count", f"{SETS}Victim.count", ""),
+    (list_of_all_calls, f"{SETS}Victim.kept", f"{SETS}Victim.kept", f"{CHANGES}kept"),
     (gain_of_a_part, "", "", f"{SETS}gain.gain from outside"),
     (evaluates_a_part, "", "", f"{SETS}dropout.training from outside"),
-    (lambda m, h: setattr(m, "list", [h]), f"{SETS}Victim.list", f"{SETS}Victim.list", f"{CHANGES}list"),
-    (lambda m, h: setattr(m, "list", ({"h": h},)), f"{SETS}Victim.list", f"{SETS}Victim.list", f"{CHANGES}list"),
     (lambda m, h: setattr(m, "seen", h[0, :2]), f"{SETS}Victim.seen", f"{BUFFER}self.seen", f"{BUFFER}seen"),
     (lambda m, h: setattr(m.b.weight, "data", h[:, :1]), DATA, DATA, DATA),
     (lambda m, h: setattr(h, "data", h * 2), DATA, DATA, DATA),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
 from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import AssignedBuffers, CaptureGuard, put
-from fxpipe.trace.state.snapshot import MISSING, storage_of
+from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, CaptureGuard
+from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import definition, is_torchs
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
@@ -37,8 +36,7 @@ class TracingGuard(CaptureGuard):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._buffers = AssignedBuffers()
-        self._undo: list[Callable[[], None]] = []
+        self._buffers, self._caches = AssignedBuffers(), CallAttributes()
         self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
 
     @contextlib.contextmanager
@@ -58,8 +56,7 @@ class TracingGuard(CaptureGuard):
             self._buffers.write()
         finally:
             self._buffers.put_back()
-            while self._undo:
-                self._undo.pop()()
+            self._caches.put_back()
 
     def may_change(self, name: str) -> bool:
         entry = name.rpartition(".")[2]
@@ -85,8 +82,7 @@ class TracingGuard(CaptureGuard):
         # a cache is set, and put back after the export, later than ``own``, since ``may_change`` looks for it: the
         # library makes the cache anew
         if name in _CACHES:
-            table = vars(module)
-            self._undo.append(partial(put, table, name, table.get(name, MISSING)))
+            self._caches.take(module, name, value, is_constant=True)
             return False
         # an assigned buffer becomes an in-place write to the old buffer
         if self._buffers.assign(module, name, value, f"{path or 'self'}.{name}"):

@@ -73,8 +73,6 @@ class Calls:
         self.opaque: dict[str, nn.Module] = {}
         self.whole: set[str] = set()
         """The paths of the submodules whose calls were opaque, including calls that did nothing."""
-        self.in_call: set[str] = set()
-        """The names of the attributes that forward sets before it reads them."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
         self._root, self._is_kept = request.module, request.is_kept
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
@@ -92,6 +90,7 @@ class Calls:
             parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
             stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
+            stack.callback(self.own.put_back)
             stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -129,12 +128,10 @@ class Calls:
         if self._buffers.assign(module, name, value, full):
             recorder.marks += 1
             return True
-        # a tensor that is set before it is read is local to this call; a number may steer a branch in the next call
-        parts = tensors(value)
-        if parts and self.own.take(module, name, value, all(map(recorder.is_constant, parts))):
-            self.in_call.add(full)
-        else:
-            before, is_plain = vars(module).get(name), isinstance(value, (bool, int, float, str, type(None)))
+        before, is_plain = vars(module).get(name), isinstance(value, (bool, int, float, str, type(None)))
+        # only a tensor can be a cache: a number may steer a branch in the next call, and a list may grow
+        is_constant = isinstance(value, Tensor) and recorder.is_constant(value)
+        if not self.own.take(module, name, value, is_constant) or is_plain:
             is_other = is_plain and (type(before), before) != (type(value), value)
             recorder.sets.append(SetAttribute(full, current_line(), is_other))
         return False

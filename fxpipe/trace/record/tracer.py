@@ -143,8 +143,8 @@ class _RecordedRun:
             return replace(plan, limit=size // _FINE)
         model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
-        # opaque calls set attributes in every step, as in the model; an attribute set before it is read is call-local
-        excused = (recorder.set_inside - {change.name for change in sets}) | calls.in_call
+        # opaque calls set attributes in every step, as in the model
+        excused = recorder.set_inside - {change.name for change in sets}
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
             return replace(plan, settled=True, watch=plan.settled)

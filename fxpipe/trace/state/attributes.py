@@ -23,7 +23,6 @@ from fxpipe.trace.patching import (
     refuse_checkpoint,
 )
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.contents import walk
 from fxpipe.trace.state.reads import noting
 from fxpipe.trace.state.snapshot import MISSING, Snapshot
 from fxpipe.trace.user_line import current_line
@@ -57,44 +56,36 @@ class CallAttributes:
     def __init__(self) -> None:
         self.read: set[tuple[int, str]] = set()
         """The attributes that forward has read: (the id of a module's ``__dict__``, the name)."""
-        self.taken: frozenset[tuple[int, str]] = frozenset()
-        """The attributes that forward set before it read them."""
+        self.taken: dict[tuple[int, str], str] = {}
+        """The attributes that forward set before it read them → the user's line."""
         self._before: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
 
     def take(self, module: nn.Module, name: str, value: Any, is_constant: bool) -> bool:
-        """Whether forward may set the attribute. ``is_constant``: whether any call would set the same value, so that
+        """Whether forward may set the attribute. ``is_constant``: whether any call would set the same tensor, so that
         forward may first have read whether an earlier call has set the attribute."""
         table = vars(module)
         key, before = (id(table), name), table.get(name, MISSING)
         # put_back restores the value before the first assignment
         if key in self._before:
             return True
-        if any(name in table.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+        kinds = "_parameters", "_buffers", "_modules"
+        if isinstance(value, (nn.Module, nn.Parameter)) or any(name in table.get(kind, ()) for kind in kinds):
             return False
         # An attribute that is read first carries a value from the call before. An attribute that was None, or missing,
-        # may be read first if every call would set the same value: the attribute is a cache.
-        is_read, was_nothing = key in self.read, before is None or before is MISSING
-        if isinstance(value, (nn.Module, nn.Parameter)) or (is_read and not (is_constant and was_nothing)):
+        # may be read first if every call would set the same tensor: the attribute is a cache.
+        if key not in self.read:
+            self.taken[key] = current_line()
+        elif not is_constant or not (before is None or before is MISSING):
             return False
-        # what forward adds to a list or an object is to be seen after the call
-        if any(part.parts is not None and not isinstance(part.value, (tuple, frozenset)) for part in walk(value)):
-            return False
-        self.taken |= frozenset() if is_read else {key}
         self._before[key] = table, before
         return True
 
     def put_back(self) -> None:
         while self._before:
-            (_, name), (table, value) = self._before.popitem()
-            put(table, name, value)
-
-
-def put(table: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a table's entry to the value, or removes the entry for ``MISSING``."""
-    if value is MISSING:
-        table.pop(name, None)
-    else:
-        table[name] = value
+            (_, name), (table, before) = self._before.popitem()
+            table[name] = before
+            if before is MISSING:
+                del table[name]
 
 
 class AssignedBuffers:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import version_of
 from fxpipe.trace.patching import ASIDE, patched
@@ -28,6 +29,10 @@ MOST = 16
 Key = tuple[int, str]
 """(the id of a module's ``__dict__``, the name of an attribute that was read)"""
 
+_GONE = (
+    "forward sets {name}, and a pipeline's call keeps no value there; return the value from forward, or keep it in a "
+    "buffer (register_buffer) if a later call reads it\n{line}"
+)
 _OWN = frozenset({"training", "_parameters", "_buffers"})
 """Attributes that a pattern includes already, or whose changes a stage follows."""
 
@@ -57,8 +62,8 @@ class Reads:
     states: tuple[Mapping[Key, Any], ...] = (MappingProxyType({}),)
     buffers: Mapping[Key, Any] = field(default_factory=dict)
     """The buffer of a name that captures of all states use; None for a name of no buffer."""
-    sets: frozenset[Key] = frozenset()
-    """The attributes that forward sets before it reads them, in the captures of all states."""
+    sets: Mapping[Key, str] = field(default_factory=dict)
+    """The attributes that forward sets before it reads them, in the captures of all states: see ``Program.sets``."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
     number: int = 0
     """The number of the state in which the last check found the model."""
@@ -69,12 +74,12 @@ class Reads:
         noted: Iterable[Key],
         roots: Iterable[nn.Module],
         live: Iterable[nn.Module],
-        sets: frozenset[Key] = frozenset(),
+        sets: Mapping[Key, str] = MappingProxyType({}),
         computed_with: Iterable[tuple[str, Tensor, int]] = (),
     ) -> Reads:
         """These reads and those of a capture of ``roots`` in the present state. ``live``: the submodules that stages
-        call; ``sets``: the attributes that forward sets before it reads them; ``computed_with``: as in Program.
-        TraceError for an attribute that forward sets in some captures and reads in others.
+        call; ``sets``, ``computed_with``: as in Program. TraceError for an attribute that forward sets in some captures
+        and reads in others.
         """
         # a model wrapped with its loss function shares the model's __dict__: the entry must be the model
         modules = dict(self.modules)
@@ -92,24 +97,17 @@ class Reads:
         more = replace(
             self,
             modules=modules,
-            sets=self.sets | {key for key in sets if key[0] not in follows},
+            sets={**self.sets, **{key: line for key, line in sets.items() if key[0] not in follows}},
             computed_with=(*self.computed_with, *computed_with),
             glance=None,
         )
-        more._check_not_carried(wanted)
+        carried = next((key for key in (*self.states[self.number], *wanted) if key in more.sets), None)
+        if carried is not None:
+            raise TraceError(_GONE.format(name=more._name(carried), line=more.sets[carried]))
         state = {**self.states[self.number], **{key: more._value(key) for key in wanted}}
         states = (*self.states[: self.number], state, *self.states[self.number + 1 :])
         buffers = {key: more._buffer(key) for key in (*wanted, *more._saved(live))}
         return replace(more, states=states, buffers={**self.buffers, **buffers})
-
-    def _check_not_carried(self, wanted: Iterable[Key]) -> None:
-        carried = next((key for key in (*self.states[self.number], *wanted) if key in self.sets), None)
-        if carried is not None:
-            raise TraceError(
-                f"forward sets {self._name(carried)} in one kind of batch, or mode, and reads in "
-                "another what a call before has set, which stages and micro-batches in flight do not see; keep it in a "
-                "buffer (register_buffer), and write into it in place"
-            )
 
     def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
         """The persistent buffers of these submodules: a stage's state dict saves the tensors of the capture."""
@@ -154,6 +152,13 @@ class Reads:
         # each state has the same attributes, with other values
         new = [{key: self._value(key) for key in state}] if number == len(self.states) else []
         return replace(self, states=(*self.states, *new), number=number, glance=None)
+
+    def drop_set(self) -> None:
+        """Puts a ``Gone`` where forward sets an attribute: the value belongs to one call."""
+        for key, line in self.sets.items():
+            table = vars(self.modules[key[0]][1])
+            if type(table.get(key[1])) is not Gone:
+                table[key[1]] = Gone(_GONE.format(name=self._name(key), line=line))
 
     def changed(self) -> str | None:
         """The name of an attribute that has changed since the last check; None if no attribute has changed."""
