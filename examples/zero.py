@@ -49,7 +49,7 @@ def run() -> None:
     rank, replica = torch.distributed.get_rank(), TOPOLOGY.data_rank
     rows = []
     for zero, scope in [(0, "node"), (1, "data"), (1, "node"), (2, "node"), (3, "node")]:
-        loss, traffic, state = train(device, replica, zero=zero, zero_scope=scope)
+        loss, traffic, state = train(device, replica, zero=fxpipe.Zero(zero, scope=scope))
         sums = (traffic.between, traffic.inside, state)
         rows.append((zero, scope if zero else "", *(f"{size / 1e6:.2f}" for size in sums), f"{loss:.5f}"))
     if rank == 0:

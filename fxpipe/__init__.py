@@ -20,6 +20,7 @@ from fxpipe.errors import (
 )
 from fxpipe.graph.boundary import stage_boundary
 from fxpipe.packed import Offsets, Packed
+from fxpipe.policies import Checks, Tracing, Zero
 from fxpipe.schedules import SCHEDULES
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.comparison import compare
@@ -57,6 +58,7 @@ __all__ = [
     "Action",
     "Average",
     "CheckpointError",
+    "Checks",
     "Costs",
     "Cuts",
     "ForwardBackward",
@@ -77,8 +79,10 @@ __all__ = [
     "Topology",
     "TopologyError",
     "TraceError",
+    "Tracing",
     "Traffic",
     "Weights",
+    "Zero",
     "bisect",
     "compare",
     "compile",

@@ -212,11 +212,12 @@ def _preview(args: argparse.Namespace) -> None:
     hardware = args.hardware
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
-    names_alike = "microbatches", "schedule", "tracer", "zero", "zero_scope", "optimizer"
+    names_alike = "microbatches", "schedule", "tracer", "optimizer"
     # An option that the command line leaves out is None: the function's own options apply, or else the defaults.
     written = {
         **{name: getattr(args, name) for name in names_alike},
         "boundaries": names,
+        "zero": fxpipe.Zero(args.zero or 0, args.zero_scope or "node") if args.zero or args.zero_scope else None,
         "precision": fxpipe.Precision() if args.bf16 else None,
         "recompute": {"all": True}.get(args.recompute, args.recompute),
         "memory_per_rank": args.memory,

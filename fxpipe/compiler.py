@@ -24,7 +24,7 @@ from fxpipe.forecast.figures import Stepping, over_the_limit, preview_of
 from fxpipe.forecast.preview import Preview
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.hardware import Hardware
-from fxpipe.options import Options, Recompute, TracerName, Zero, ZeroScope
+from fxpipe.options import Options, Recompute
 from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.weights import Weights
@@ -32,6 +32,7 @@ from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, previewed
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import first_plan_together
+from fxpipe.policies import CHECKS, Checks, TracerName, Tracing, Zero, ZeroLevel, naming_replaced
 from fxpipe.precision import Precision
 from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
@@ -56,6 +57,7 @@ if not IS_TESTED:
     )
 
 
+@naming_replaced
 def compile(
     model: nn.Module | StageGraph,
     topo: Topology | DeviceMesh,
@@ -66,13 +68,10 @@ def compile(
     batch_dim: BatchDim = 0,
     schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
-    tracer: TracerName = "auto",
-    auto_opaque: bool = True,
+    tracer: TracerName | Tracing = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    zero: Zero = 0,
-    zero_scope: ZeroScope = "node",
-    bucket_cap_mb: float = 25.0,
+    zero: ZeroLevel | Zero = 0,
     precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
     recompute: Recompute = False,
@@ -82,10 +81,7 @@ def compile(
     checkpoint: str | os.PathLike[str] | Weights | None = None,
     parallelize: Callable[..., None] | None = None,
     stage_compiler: Callable[..., Any] | None = None,
-    check_batches: bool = True,
-    check_capture: bool = True,
-    error_if_nonfinite: bool = False,
-    timeout: float = 300.0,
+    checks: Checks = CHECKS,
     passes: Sequence[Pass] | None = None,
 ) -> ForwardBackward:
     """Compiles a model into one function that replaces the forward and backward of a training loop.
@@ -112,19 +108,13 @@ def compile(
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all": micro-batch i of the stage runs on the
             (i mod r)-th of its r ranks, which all hold its parameters. None, with more stages than ranks: the lowest
             simulated step time at costs by shapes; without an example, topological order, balanced by parameters.
-        tracer: a name out of ``fxpipe.TRACERS``. "auto" tries the tracers in turn, and keeps a part opaque that no
-            tracer can capture.
-        auto_opaque: False: fxpipe refuses a part that no tracer can capture, and names the rule for ``boundaries`` that
-            keeps it opaque. True: "auto" keeps up to 8 parts opaque by itself, of at most half of a step's FLOPs;
-            ``.stages`` says which, and why.
+        tracer: a name out of ``fxpipe.TRACERS``, or ``fxpipe.Tracing(name, opaque=, check=)``. "auto" tries the tracers
+            in turn, keeps a part opaque that none can capture, and runs the stages once against the model.
         example_args: a batch, passed as in later calls. Without an example the capture takes required inputs for
             tensors and optional inputs for absent; a call that differs is captured anew.
         example_kwargs: the batch's inputs that are passed by name.
-        zero: the state that is sharded over the data axis: 0 nothing, 1 optimizer state, 2 gradients as well,
-            3 parameters as well. With 1 and 2 use ``forward_backward.optimizer``.
-        zero_scope: "node": sharded inside the node, replicated across nodes; "data": over the whole data axis.
-        bucket_cap_mb: the size of the buckets in which gradients are summed, in MiB; the first bucket is smaller. With
-            zero=3, the parameters of an all-gather have at least this size.
+        zero: the state that is sharded over the data axis, 0 to 3, or ``fxpipe.Zero(level, scope=, bucket_mb=)``. With
+            1 and 2 use ``forward_backward.optimizer``.
         precision: the types of parameters, reductions and masters; None: the model's types.
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight; None: its rows.
         recompute: stages that keep only their inputs, and run their forward again (R in the table) shortly before their
@@ -142,25 +132,7 @@ def compile(
         parallelize: ``(stage_module, mesh) -> None``, applied to this rank's stages: FSDP2, tensor parallelism, ...
         stage_compiler: applied to each stage's callable before its first use, such as ``torch.compile``; under a table
             with I and W to its forward, I and W, as graphs of operators.
-        check_batches: compare the inputs that two or more ranks of a pipe group got, by digest, one call later: in the
-            first 3 calls of each capture and every 100th, and in the first 3 calls with each of the first 8 kinds of
-            batch. A difference raises a RunError. Ranks of a tensor group compare in the first 3 steps and every 100th;
-            in these, fxpipe also warns of replicas with equal batches. False: ranks compare nothing.
-        check_capture: run the stages once against the model, forward and backward, on two micro-batches of the
-            example, the second with every third floating-point number changed, and compare losses, gradients and
-            buffers; if these differ, "auto" tries the next tracer. Outputs of evaluation are compared if evaluation is
-            captured at compile: by "symbolic", or if training leaves parameters or buffers unused. In a single process
-            each later kind of batch is checked on its own numbers. The model's forward hooks run in a check, too.
-            fxpipe restores module attributes, containers in them, buffers and random state, and no other Python values.
-            fxpipe skips the check without an example's numbers, on the meta device, with rows that are all equal, if a
-            rank holds a part of the model, and at a high cost: from 2^28 numbers in parameters, or from 1e10 (1e12 on a
-            GPU) for these times the tokens, steps or pixels of a micro-batch. ``.stages`` says why.
-        error_if_nonfinite: True: a loss that is inf or nan raises a RunError in the call itself, on all ranks and
-            before an optimizer steps; each call then waits for its loss. False: a single warning, one call late. Both
-            name step, micro-batch and stage.
-        timeout: seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all
-            others, and raises. While other ranks capture, compile or save, a wait may last 12 times as long. If a rank
-            is lost or in another call, the wait ends within seconds. After 30 s, stderr names the awaited rank.
+        checks: what every step checks, and how long it waits: ``fxpipe.Checks(batches=, nonfinite=, timeout=)``.
         passes: the pass pipeline, functions of a ``fxpipe.graph.Program``; None: ``fxpipe.passes.default()``.
 
     Raises:
@@ -171,7 +143,7 @@ def compile(
     options = Options.of(locals())
     check_model(model, options)
     topology = topo if isinstance(topo, Topology) else Topology.from_mesh(topo)
-    connected = connect(topology, options.timeout, options.facts)
+    connected = connect(topology, options.checks.timeout, options.facts)
     if connected.pipe_rank is None:  # a single process computes on its model's device
         connected.device = device_of(_tensors_of(model), current())
     left = [f"{name} {size}" for name, size in topology.axes if size > 1 and ROLES[name] != "pipe"]
@@ -196,6 +168,7 @@ def compile(
     return ForwardBackward(transport, planning, state)
 
 
+@naming_replaced
 def preview(
     model: nn.Module | StageGraph,
     topo: Topology,
@@ -206,12 +179,10 @@ def preview(
     batch_dim: BatchDim = 0,
     schedule: ScheduleName | Family | Schedule = "1f1b",
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None,
-    tracer: TracerName = "auto",
-    auto_opaque: bool = True,
+    tracer: TracerName | Tracing = "auto",
     example_args: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    zero: Zero = 0,
-    zero_scope: ZeroScope = "node",
+    zero: ZeroLevel | Zero = 0,
     precision: Precision | None = None,
     optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     recompute: Recompute = False,
@@ -239,15 +210,16 @@ def preview(
             ``memory_per_rank``, the nearest plan is returned, and ``fits`` is False. RunError if torch has no such
             optimizer, or the plan needs a figure that ``hardware`` lacks.
     """
-    options = Options.of(locals(), check_capture=False)
+    options = Options.of(locals())
+    options = dataclasses.replace(options, tracer=dataclasses.replace(options.tracing, check=False))
     # The optimizer determines the state's numbers per parameter, and whether ranks may step parts of a parameter.
     make = named_class(optimizer)
-    check_class(make, copies=options.zero > 0 or options.precision is not None)
+    check_class(make, copies=options.sharding.level > 0 or options.precision is not None)
     stepping = Stepping(states_of(make), whole=not is_elementwise(make))
     check_model(model, options)
     if not isinstance(topo, Topology):
         raise TopologyError(f'topo is {shown(topo)}; write fxpipe.Topology([("pipe", 2), ("data", 4)])')
-    if stepping.whole and options.zero == 3 and topo.size(BATCH) > 1:
+    if stepping.whole and options.sharding.level == 3 and topo.size(BATCH) > 1:
         raise RunError(
             f"optimizer={shown(optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"

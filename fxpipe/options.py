@@ -6,14 +6,15 @@ A new option is a field of ``Options`` and a parameter of ``compile``, which typ
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 from fxpipe.errors import RunError
 from fxpipe.hardware import Hardware
 from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
+from fxpipe.policies import CHECKS, Checks, TracerName, Tracing, Zero, ZeroLevel
 from fxpipe.precision import Precision
 from fxpipe.validation import (
     Expected,
@@ -29,9 +30,6 @@ from fxpipe.validation import (
 )
 
 AUTO = "auto"
-TracerName = Literal["auto", "symbolic", "export", "record"]
-Zero = Literal[0, 1, 2, 3]
-ZeroScope = Literal["node", "data"]
 Recompute = bool | Sequence[str] | Literal["auto"]
 
 
@@ -51,13 +49,10 @@ class Options:
     batch_dim: BatchDim = 0
     schedule: Any = "1f1b"
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
-    tracer: TracerName = "auto"
-    auto_opaque: bool = True
+    tracer: TracerName | Tracing = "auto"
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
-    zero: Zero = 0
-    zero_scope: ZeroScope = "node"
-    bucket_cap_mb: float = 25.0
+    zero: ZeroLevel | Zero = 0
     precision: Precision | None = None
     loss_weight: Callable[..., Any] | None = None
     recompute: Recompute = False
@@ -67,10 +62,7 @@ class Options:
     checkpoint: Any = None
     parallelize: Callable[..., None] | None = None
     stage_compiler: Callable[..., Any] | None = None
-    check_batches: bool = True
-    check_capture: bool = True
-    error_if_nonfinite: bool = False
-    timeout: float = 300.0
+    checks: Checks = CHECKS
     passes: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +92,16 @@ class Options:
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in parameters.items() if name in names}, **more)
 
+    @cached_property
+    def sharding(self) -> Zero:
+        """``zero`` as a policy."""
+        return self.zero if isinstance(self.zero, Zero) else Zero(self.zero)
+
+    @cached_property
+    def tracing(self) -> Tracing:
+        """``tracer`` as a policy."""
+        return self.tracer if isinstance(self.tracer, Tracing) else Tracing(self.tracer)
+
     @property
     def has_example(self) -> bool:
         return self.example_args is not None or self.example_kwargs is not None
@@ -113,10 +115,6 @@ class Options:
         return self.microbatches or (4 * ranks if ranks > 1 else 1)
 
     @property
-    def bucket_bytes(self) -> int:
-        return int(self.bucket_cap_mb * 2**20)
-
-    @property
     def facts(self) -> dict[str, str]:
         """Option → description of its value, for options that must be equal on all ranks. Functions are compared by
         name and line, without their closures; ranks compare the resulting programs later."""
@@ -124,7 +122,7 @@ class Options:
         return {name: describe_value(getattr(self, name)) for name in names}
 
     def _check_parallelize(self) -> None:
-        if self.zero == 3:
+        if self.sharding.level == 3:
             raise RunError(
                 "zero=3 and parallelize= both decide how parameters lie over the data axis; write zero=2 or leave it "
                 'out, and write fully_shard(module, mesh=mesh["data"]) in parallelize'
@@ -134,9 +132,10 @@ class Options:
                 "precision= and parallelize= both decide the types of parameters; leave out precision=, and write "
                 "fully_shard(..., mp_policy=MixedPrecisionPolicy(...)) in parallelize, or call under torch.autocast"
             )
-        if self.tracer not in ("auto", "record"):  # these tracers keep modules
+        if self.tracing.name not in ("auto", "record"):  # these tracers keep modules
             raise RunError(
-                f'tracer="{self.tracer}" takes modules apart, and parallelize= needs them whole; write tracer="record"'
+                f'tracer="{self.tracing.name}" takes modules apart, and parallelize= needs them whole; write '
+                'tracer="record"'
             )
         if self.stage_compiler is not None:
             raise RunError(
@@ -159,17 +158,18 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: is_mapping(value) and all(v == "all" or one_or_each(is_whole)(v) for v in value.values()),
         'a dict stage name -> pipe rank, or several, (0, 1, 2), or "all"',
     ),
-    "tracer": Expected(is_text, "a name out of fxpipe.TRACERS"),
+    "tracer": Expected(
+        lambda value: is_text(value) or isinstance(value, Tracing),
+        "a name out of fxpipe.TRACERS, or fxpipe.Tracing(...)",
+    ),
     "example_args": Expected(is_list, "the inputs as a tuple, (x,) where there is one"),
     "example_kwargs": Expected(
         lambda value: is_mapping(value) and all(map(is_text, value)), "a dict input name -> value"
     ),
     "zero": Expected(
-        lambda value: is_whole(value) and 0 <= value <= 3,
-        "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+        lambda value: isinstance(value, Zero) or (is_whole(value) and 0 <= value <= 3),
+        "0, 1 (optimizer state), 2 (and gradients), 3 (and parameters) or fxpipe.Zero(...)",
     ),
-    "zero_scope": Expected(lambda value: value in ("node", "data"), '"node" or "data"'),
-    "bucket_cap_mb": Expected(lambda value: is_number(value) and 0 < value < math.inf, "a size above 0, in MiB"),
     "precision": Expected(
         lambda value: isinstance(value, Precision), "fxpipe.Precision(...), as fxpipe.Precision(compute=torch.bfloat16)"
     ),
@@ -188,12 +188,7 @@ _KINDS: Mapping[str, Expected] = {
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),
     "stage_compiler": Expected(callable, "a function such as torch.compile"),
-    **dict.fromkeys(
-        ("auto_opaque", "check_batches", "check_capture", "error_if_nonfinite"), Expected(is_flag, "True or False")
-    ),
-    "timeout": Expected(
-        lambda value: is_number(value) and 0 < value < 10**7, "a number of seconds above 0, such as 300"
-    ),
+    "checks": Expected(lambda value: isinstance(value, Checks), "fxpipe.Checks(...), as fxpipe.Checks(timeout=600)"),
     "passes": Expected(
         lambda value: list_of(callable)(value) and len(value) > 0, "a list of functions Program -> Program"
     ),
@@ -201,7 +196,7 @@ _KINDS: Mapping[str, Expected] = {
 """Option → a test of its value, and a description of valid values. Other options are checked by their own packages."""
 
 
-_PLAIN = (str, int, float, type(None), Precision, Hardware)
+_PLAIN = (str, int, float, type(None), Precision, Hardware, Zero, Tracing, Checks)
 
 
 def describe_value(value: Any) -> str:

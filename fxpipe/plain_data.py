@@ -123,8 +123,9 @@ def _told(value: Any) -> Any:
     if _registered(name) == [cls]:
         children, context = pytree.SUPPORTED_NODES[cls].flatten_fn(value)
         return ["container", name, _told(context), *map(_told, children)]
-    if _imported(name) is cls and _members(cls).get(getattr(value, "name", None)) is value:
-        return ["enum", name, value.name]
+    member = next((key for key, each in _members(cls).items() if each is value), None)
+    if member is not None and _imported(name) is cls:
+        return ["enum", name, member]
     if isinstance(value, tuple) and hasattr(cls, "_fields") and _imported(name) is cls:
         return ["named", name, *map(_told, value)]
     raise RunError(

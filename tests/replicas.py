@@ -87,7 +87,7 @@ class Layout:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"zero": self.zero, "zero_scope": self.scope}
+        return {"zero": fxpipe.Zero(self.zero, scope=self.scope)}
 
     def assert_covered(self, ranks: Sequence[Parts]) -> None:
         """The parts of a shard group, and of its parameters' other owners, cover each parameter once; the ranks that

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 # A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
 FLOORS = """
     device small_file torch_compat
-    errors notebook packed precision progress seeds hardware labels validation
+    errors notebook packed policies precision progress seeds hardware labels validation
     options plain_data
     like
     stage

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.options import Options, TracerName, Zero, ZeroScope
+from fxpipe.options import Options
+from fxpipe.policies import RENAMED, Checks, TracerName, Tracing, Zero, ZeroLevel, ZeroScope
 from fxpipe.schedules import ScheduleName
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -52,8 +53,8 @@ def test_each_option_is_told_of_by_the_docstring_of_compile() -> None:
 def test_a_type_checker_knows_the_names_that_there_are() -> None:
     assert set(get_args(ScheduleName)) == set(fxpipe.SCHEDULES)
     assert set(get_args(TracerName)) == set(fxpipe.TRACERS)
-    for zero, scope in itertools.product(get_args(Zero), get_args(ZeroScope)):
-        assert Options(zero=zero, zero_scope=scope).zero == zero
+    for level, scope in itertools.product(get_args(ZeroLevel), get_args(ZeroScope)):
+        assert Options(zero=Zero(level, scope=scope)).sharding.level == level
 
 
 def test_functions_are_compared_by_their_names_and_lines() -> None:
@@ -72,7 +73,7 @@ def test_what_compile_alone_needs_is_not_held_beyond_it() -> None:
     options = Options(zero=1, example_args=[1], init_fn=print, checkpoint="here")
     assert options.has_example
     after = options.for_calls()
-    assert (after.has_example, after.init_fn, after.checkpoint, after.zero) == (False, None, None, 1)
+    assert (after.has_example, after.init_fn, after.checkpoint, after.sharding) == (False, None, None, Zero(1))
 
 
 @pytest.mark.parametrize(("asked", "ranks", "count"), [(None, 1, 1), (None, 4, 16), (3, 4, 3)])
@@ -86,10 +87,9 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
         ({"microbatches": "4"}, "microbatches is '4'; it is a whole number"),
         ({"microbatches": 0}, "microbatches is 0; it is a whole number of at least 1"),
         ({"zero": 4}, "zero is 4; it is 0, 1"),
-        ({"check_batches": "no"}, "check_batches is 'no'; it is True or False"),
+        ({"checks": False}, "checks is False; it is fxpipe.Checks(...)"),
         ({"batch_dim": "1"}, "batch_dim is '1'; it is a dimension"),
         ({"placement": [0, 1]}, "placement is [0, 1]; it is a dict stage name -> pipe rank"),
-        ({"bucket_cap_mb": "25"}, "bucket_cap_mb is '25'; it is a size above 0, in MiB"),
         ({"memory_per_rank": 0}, "memory_per_rank is 0; it is a number of bytes above 0"),
         ({"example_kwargs": (torch.ones(2),)}, "it is a dict input name -> value"),
         ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
@@ -106,10 +106,35 @@ def test_what_can_be_meant_is_taken() -> None:
     inputs = {"x": torch.ones(2, 3)}
     taken = Options(
         microbatches=np.int64(2),
-        check_batches=1,
-        check_capture=np.True_,
-        bucket_cap_mb=np.float32(3),
+        checks=Checks(batches=1),  # type: ignore[arg-type]
+        tracer=Tracing(check=np.True_),  # type: ignore[arg-type]
+        zero=Zero(np.int64(1), bucket_mb=np.float32(3)),  # type: ignore[arg-type]
         example_args=inputs.values(),
     )
     assert taken.microbatches_on(4) == 2
     assert taken.has_example
+
+
+@pytest.mark.parametrize(
+    ("policy", "field", "wrong", "told"),
+    [
+        (Zero, "level", 4, "fxpipe.Zero: level is 4; it is 0, 1"),
+        (Zero, "scope", "rack", 'scope is \'rack\'; it is "node" or "data"'),
+        (Zero, "bucket_mb", 0, "bucket_mb is 0; it is a size above 0, in MiB"),
+        (Tracing, "name", 3, "name is 3; it is a name out of fxpipe.TRACERS"),
+        (Tracing, "opaque", "no", "opaque is 'no'; it is True or False"),
+        (Checks, "nonfinite", True, 'nonfinite is True; it is "warn" or "raise"'),
+        (Checks, "timeout", -1, "timeout is -1; it is a number of seconds above 0"),
+    ],
+)
+def test_a_policy_refuses_what_it_cannot_mean(policy: Any, field: str, wrong: Any, told: str) -> None:
+    with pytest.raises(fxpipe.RunError, match=re.escape(told)):
+        policy(**{field: wrong})
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_an_option_under_its_old_name_is_a_type_error_with_what_to_write(name: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"{name}= is an option of fxpipe 0.2; write {RENAMED[name]}")):
+        fxpipe.compile(nn.Linear(3, 3), fxpipe.Topology([("pipe", 1)]), **{name: 1})
+    option, _, policy = RENAMED[name].partition("=")
+    Options(**{option: eval(policy, {"fxpipe": fxpipe})})

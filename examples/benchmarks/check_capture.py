@@ -3,7 +3,7 @@
     python examples/benchmarks/check_capture.py            # a minute
     python examples/benchmarks/check_capture.py --rounds 20
 
-Each model is compiled on one process, in turn with ``check_capture=True`` and ``False``; the table has the medians, and
+Each model is compiled on one process, in turn with ``Tracing(check=True)`` and without; the table has the medians, and
 the median of the ratios of neighbours. The check runs the stages and the model forward and backward on two
 micro-batches: its cost is that of about four steps of a micro-batch, and of the copies that put everything back.
 """
@@ -91,9 +91,8 @@ def seconds(model: nn.Module, batch: dict[str, Any], tracer: str, check: bool) -
         model,
         fxpipe.Topology([("pipe", 2)]),
         microbatches=4,
-        tracer=tracer,
+        tracer=fxpipe.Tracing(tracer, check=check),
         example_kwargs=batch,
-        check_capture=check,
     )
     end = time.perf_counter()
     assert ("checked against the model on 2 micro-batches" in str(forward_backward.stages)) == check

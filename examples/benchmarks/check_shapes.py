@@ -41,9 +41,8 @@ def row(count: int, width: int) -> list[str]:
         Layers(count, width),
         fxpipe.Topology([("pipe", 2)]),
         microbatches=MICROBATCHES,
-        tracer="record",
+        tracer=fxpipe.Tracing("record", check=False),
         example_args=(x,),
-        check_capture=False,
     )
     checks = MICROBATCHES * sum(str(stage.forward).count("check_shapes(") for stage in step.stages)
     result = x[: len(x) // MICROBATCHES]

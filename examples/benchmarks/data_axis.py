@@ -133,11 +133,11 @@ def torch_contestant(
 def fxpipe_contestant(
     name: str, batch: tuple[Tensor, Tensor], microbatches: int, topology: fxpipe.Topology, zero: int, scope: str
 ) -> Contestant:
-    compiled = partial(fxpipe.compile, topo=topology, microbatches=microbatches, zero_scope=scope)
-    forward_backward = compiled(Layers(), zero=zero)
+    compiled = partial(fxpipe.compile, topo=topology, microbatches=microbatches)
+    forward_backward = compiled(Layers(), zero=fxpipe.Zero(zero, scope))
     optimizer = forward_backward.optimizer(torch.optim.AdamW, **ADAMW)
     # zero=2 and 3 reduce in every call, synchronised or not; what they compute is what zero=1 does.
-    silent = compiled(Layers(), zero=1) if zero > 1 else forward_backward
+    silent = compiled(Layers(), zero=fxpipe.Zero(1, scope)) if zero > 1 else forward_backward
 
     def step() -> None:
         optimizer.zero_grad()

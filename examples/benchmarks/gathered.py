@@ -32,7 +32,7 @@ def run(microbatches: int, group: int, schedules: tuple[str, ...], rounds: int) 
             microbatches=microbatches,
             schedule=name,
             example_args=(batch,),
-            check_capture=False,
+            tracer=fxpipe.Tracing(check=False),
         )
         for name in schedules
     }

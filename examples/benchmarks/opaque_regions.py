@@ -222,7 +222,8 @@ def as_told(names: Sequence[str]) -> None:
         while True:
             try:
                 STUDIES[name] = replace(study, boundaries={part: rule for part, rule in cuts.items() if rule} | told)
-                print(name, train(STUDIES[name], 4, 1, 0, False, auto_opaque=False)["losses"], told, flush=True)
+                losses = train(STUDIES[name], 4, 1, 0, False, tracer=fxpipe.Tracing(opaque=False))["losses"]
+                print(name, losses, told, flush=True)
                 break
             except fxpipe.FxpipeError as error:
                 found = re.search(r'boundaries=({"[^.{}][^{}]*": ("whole"|\["whole", "[a-z]+"\])})', str(error))

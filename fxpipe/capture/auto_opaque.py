@@ -46,7 +46,7 @@ def capture_in_part(
     ``tries_compiled``: first tries with compiled submodules opaque. Raises the first attempt's TraceError, with the
     later attempts in its text.
     """
-    tracer = options.tracer if options.parallelize is None else "record"  # "record" keeps modules as they are
+    tracer = options.tracing.name if options.parallelize is None else "record"  # "record" keeps modules as they are
     again = partial(capture_in_part, options=options, examine=examine, shares=shares, observe=observe)
     # Strings that change with every batch, such as captions, need a capture each, unless only opaque code reads them.
     if tries_any_words and _words_in(request):
@@ -75,7 +75,7 @@ def capture_in_part(
             if not failure and not isinstance(error, Uncaptured):
                 raise
             # 1. The part on which the tracers failed first becomes opaque, and the tracers try the rest.
-            if options.auto_opaque and observe and part and parts < MOST_PARTS:
+            if options.tracing.opaque and observe and part and parts < MOST_PARTS:
                 failure = failure or str(error)
                 before, request = {region.name for region in request.whole}, _with_regions(request, part)
                 names = [region.name for region in request.whole]
@@ -86,7 +86,7 @@ def capture_in_part(
                 failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {error}"
             failure = failure or str(error)
             # 2. Without added regions, forward may read numbers from tensors, and each number needs its own capture.
-            if request.asks_numbers or request.any_words or not options.auto_opaque:
+            if request.asks_numbers or request.any_words or not options.tracing.opaque:
                 raise TraceError(failure) from error
             request, added = replace(original, asks_numbers=True), {}
 

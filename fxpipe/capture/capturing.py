@@ -120,7 +120,7 @@ class Capturing:
                 return key
         # 2. A new capture. Its key includes the answers to the questions that forward asked about the inputs.
         free = frozenset[Place]() if shape is None else family.free(shape)
-        self.captures, captured = Tracing(self, this, pattern, sample).capture(free)
+        self.captures, captured = CaptureRun(self, this, pattern, sample).capture(free)
         captures = replace(self.captures, any_words=self.captures.any_words or captured.any_words)
         if shape is not None and captured.of_one_shape and captured.any_words:
             this, shape = this.for_any_words(), for_any_words(shape)
@@ -137,7 +137,7 @@ class Capturing:
         return key
 
 
-class Tracing:
+class CaptureRun:
     """Traces a model for one micro-batch, cuts the program into stages, and checks the stages. ``this``: the pattern
     of the micro-batch. ``pattern``: the pattern of the batch."""
 
@@ -241,7 +241,7 @@ class Tracing:
         request = replace(request, generators=own_generators(request.module, request.loss_fn))
         if self.options.parallelize is not None:  # the function needs the user's modules
             request = replace(request, is_kept=_is_block if self.balancing.finds_cuts else lambda *_: True)
-        if this.asks and self.options.tracer == "auto" and self.options.auto_opaque:
+        if this.asks and self.options.tracing.name == "auto" and self.options.tracing.opaque:
             return replace(request, answers=dict(this.answered), ask=captures.questions.ask)
         return request
 
@@ -357,8 +357,8 @@ class Tracing:
         def holds(batch: Mapping[str, Any]) -> bool:
             return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
 
-        if isinstance(sample, str) or not self.options.check_capture:  # the sample then only shows what regions do
-            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'check_capture=False'}"
+        if isinstance(sample, str) or not self.options.tracing.check:  # the sample then only shows what regions do
+            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.CaptureRun(check=False)'}"
         # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
         each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (self.this, self.this.for_any_shape())]
@@ -376,7 +376,7 @@ class Tracing:
         """Warns if the shapes of the first training capture show that rows of a micro-batch interact."""
         pattern, batch_dim = self.pattern, self.options.batch_dim
         is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
-        if self.shape is None or not is_first or not self.options.check_capture or counted(batch_dim):
+        if self.shape is None or not is_first or not self.options.tracing.check or counted(batch_dim):
             return
         doubled = joined_description([self.shape] * 2, batch_dim)
         warn_of_rows(rows_meet(program, self._shapes(program, self.shape), self._shapes(program, doubled)))

@@ -286,7 +286,10 @@ class Watchdog:
             self._spoken = True
             say(story)
             return None
-        more = f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., timeout=)"
+        more = (
+            f"longer than timeout={waiting.timeout:g} s; where it may be, write fxpipe.compile(..., "
+            "checks=fxpipe.Checks(timeout=...))"
+        )
         return Ending(f"{story}: {more}")
 
     # --- the states of other ranks

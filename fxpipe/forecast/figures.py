@@ -285,7 +285,7 @@ class _Forecast:
     @cached_property
     def _traffic(self) -> list[DataTraffic]:
         """Each rank's traffic on the data axis."""
-        data, zero, precision = self.topology.size(BATCH), self.options.zero, self.options.precision
+        data, zero, precision = self.topology.size(BATCH), self.options.sharding.level, self.options.precision
         # Without zero, gradients are summed inside each node first, and then between nodes.
         node = min(map(len, self.topology.shard_groups()))
         shards = self.account.shards if zero else node if 1 < node < data else data
@@ -329,7 +329,8 @@ class _Forecast:
             sums = sum(collective.seconds(self.hardware) for collective in traffic.sums)
             gathers = sum(collective.seconds(self.hardware) for collective in traffic.gathers)
             # A bucket is reduced after the last backward of its stage, with zero=2 after each backward.
-            begin = backwards if self.options.zero == 2 else {action.stage: action for action in backwards}.values()
+            last = {action.stage: action for action in backwards}
+            begin = backwards if self.options.sharding.level == 2 else last.values()
             start = min((self.timeline.spans[action].start for action in begin), default=0.0)
             end = max(end, start + sums + gathers, whole + gathers)
         return end

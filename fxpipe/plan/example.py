@@ -165,7 +165,7 @@ def plan_first(
     try:
         state, _ = state.plan(example.pattern(answers), example.sample)
         first = state.captures.first
-        if first is not None and not example.options.has_example and state.options.check_capture:
+        if first is not None and not example.options.has_example and state.options.tracing.check:
             check_reduction(first, state.microbatches)
         if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
             with evaluating(state.module):
@@ -194,6 +194,6 @@ def previewed(state: PlanState, options: Options) -> PlanState:
         except Unanswered as error:
             state = state.asking(error)
         except TraceError:
-            if runs or not (options.auto_opaque and example.has_numbers):
+            if runs or not (options.tracing.opaque and example.has_numbers):
                 raise
             runs = True  # a run shows the results of parts that no tracer can capture

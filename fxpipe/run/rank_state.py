@@ -64,7 +64,7 @@ def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -
     if transport.pipe_rank is None:
         return
     plan, options, topology = planning.first, planning.options, planning.topology
-    groups = {**data_groups(topology, options.zero, options.zero_scope), **layer_groups(topology)}
+    groups = {**data_groups(topology, options.sharding.level, options.sharding.scope), **layer_groups(topology)}
     if options.parallelize is not None:
         groups |= alone_groups(topology)
     if topology.size("context") > 1:
@@ -201,12 +201,12 @@ def make_rank_state(
     planning = _take_own_part(planning, transport, owners, init_fn, weights, seed, device, stages)
     gradients: Gradients | None = None
     parallel = None
-    if options.zero == 3 and transport.data_size > 1:
+    if options.sharding.level == 3 and transport.data_size > 1:
         from fxpipe.sharding.fsdp import FullyShardedGradients  # importing FSDP2 is slow
 
-        mesh = topology.data_mesh(options.zero_scope)
+        mesh = topology.data_mesh(options.sharding.scope)
         gradients = FullyShardedGradients(
-            planning.module, planning.graphs, mesh, transport, owners, options.precision, options.bucket_bytes
+            planning.module, planning.graphs, mesh, transport, owners, options.precision, options.sharding.bucket_bytes
         )
         planning = planning.with_tensors_of_module()
     elif options.parallelize is not None:
@@ -220,8 +220,8 @@ def make_rank_state(
     if gradients is None:
         graph, rows, rank = planning.first.graph, planning.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
-        sums = sums_of(options.zero, transport, options.precision, bool(replicated(graph.placement)))
+        sums = sums_of(options.sharding.level, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
-        gradients = reducer_for(graph, row, module, owners, transport, sums, options.bucket_bytes, make)
+        gradients = reducer_for(graph, row, module, owners, transport, sums, options.sharding.bucket_bytes, make)
     gradients.meets = transport.pipe_rank is not None and topology.size("expert") * topology.size("context") > 1
     return planning, RankState(module, gradients, originals, owners, device, seed)

@@ -176,7 +176,7 @@ class Lowering:
         self._rank_of = RankOf.of(placement, self._groups)
         self._shared, self._absent = sharing(edges, self._rank_of, values), absent
         # (stage, direction) → the edges whose values, or gradients, the stage makes
-        self._makes: dict[tuple[int, Direction | None], list[int]] = {}
+        self._makes: dict[tuple[int, Direction], list[int]] = {}
         for index, edge in enumerate(edges):
             self._makes.setdefault((edge.source, FORWARD), []).append(index)
             if backward[edge.source]:
@@ -211,8 +211,9 @@ class Lowering:
 
     def _made_by(self, action: Action) -> Iterator[Message]:
         """Yields the messages that an action makes; edges that carry a value to the same rank share a message."""
-        direction = action.kind.messages
-        for index in self._makes.get((action.stage, direction), ()) if direction else ():
+        if (direction := action.kind.messages) is None:
+            return
+        for index in self._makes.get((action.stage, direction), ()):
             edge = self._edges[index]
             # A gathered source makes one value for its whole group; any other source one value for each micro-batch.
             step = self._groups.get(edge.source, 1)

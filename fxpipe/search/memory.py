@@ -58,12 +58,12 @@ class Account:
 
     @staticmethod
     def of(options: Options, topology: Topology) -> Account:
-        """The account for ``zero``, ``zero_scope`` and ``precision`` on a topology, with Adam's two moments. If groups
+        """The account for ``zero`` and ``precision`` on a topology, with Adam's two moments. If groups
         differ in their number of ranks, the smallest group counts."""
         if topology.size(BATCH) == 1:
             return Account(0, 1, options.precision)
-        groups = topology.groups(BATCH) if options.zero_scope == "data" else topology.shard_groups()
-        return Account(options.zero, min(map(len, groups)), options.precision)
+        groups = topology.groups(BATCH) if options.sharding.scope == "data" else topology.shard_groups()
+        return Account(options.sharding.level, min(map(len, groups)), options.precision)
 
     def part_of(self, count: int, rows: int) -> float:
         """The number of a parameter's ``count`` elements on the fullest rank. ``rows``: 0 if it has no dimension."""

@@ -43,16 +43,16 @@ class GradientSums:
         return tensor if self.wire in (None, tensor.dtype) or tensor.is_complex() else tensor.to(self.wire)
 
 
-def data_groups(topology: Topology, zero: int, zero_scope: str) -> Groups:
+def data_groups(topology: Topology, zero: int, scope: str) -> Groups:
     """The groups of the data axis.
 
     "shard": the ranks that sum gradients first, and cut them into sections where another sum follows. These are the
     ranks of a node where data groups have several ranks in each of several nodes; the whole data group otherwise, and
-    with ``zero_scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
+    with ``scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
     those of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
     """
     hierarchical = all(len(group) > 1 for group in (*topology.shard_groups(), *topology.replica_groups()))
-    in_one_node = zero_scope == "data" if zero else not hierarchical
+    in_one_node = scope == "data" if zero else not hierarchical
     nodes = Topology(topology.axes) if in_one_node else topology
     shards = nodes.shard_groups()
     return {"shard": shards, "gather": shards, "replica": nodes.replica_groups(), "flags": topology.groups(BATCH)}
@@ -94,7 +94,7 @@ def check_ties(topology: Topology, transport: Transport, owners: Ownership) -> N
                 raise TopologyError(
                     f"{names[0]} is tied over the pipe ranks {list(holders)}, whose data groups have "
                     f"{sizes} ranks to a node, so that each would cut it differently: "
-                    'write zero_scope="data", or make data the innermost axis'
+                    'write zero=fxpipe.Zero(..., scope="data"), or make data the innermost axis'
                 )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from fxpipe.errors import TraceError, nearest
 from fxpipe.graph.program import Program
-from fxpipe.options import TracerName
+from fxpipe.policies import TracerName
 from fxpipe.trace.cuts.cuts_by_name import fnmatched
 from fxpipe.trace.export.tracer import export
 from fxpipe.trace.patching import plain_modes

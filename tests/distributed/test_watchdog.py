@@ -45,7 +45,7 @@ class Two(Layers):
 
 def compiled(topology: fxpipe.Topology = PIPE, **options: Any) -> fxpipe.ForwardBackward:
     torch.manual_seed(0)
-    return fxpipe.compile(Two(), topology, microbatches=2, check_batches=False, **options)
+    return fxpipe.compile(Two(), topology, microbatches=2, checks=fxpipe.Checks(batches=False), **options)
 
 
 def failure_of(call: Callable[[], object]) -> str:
@@ -165,7 +165,10 @@ STEP_0, STEP_1 = "in forward_backward, step 0", "in forward_backward, step 1"
 IN_TIMELINE, IN_STATE = (f"{P0} in {name}, {P1} {STEP_1}; all ranks" for name in ("timeline", "state_dict(full=True)"))
 TOLD: dict[str, tuple[Any, ...]] = {
     "the topology is (pipe 2), ranks_per_node=None on rank 0": (given_other_options, {"topology": DATA}),
-    f"schedule is '1f1b' on {P0}, and 'gpipe' on {P1}; ": (given_other_options, {"schedule": "gpipe", "timeout": 9}),
+    f"schedule is '1f1b' on {P0}, and 'gpipe' on {P1}; ": (
+        given_other_options,
+        {"schedule": "gpipe", "checks": fxpipe.Checks(timeout=9)},
+    ),
     "step 2: the number of calls of optimizer.step() is 1 on rank 0 (data 0), and 2 on": (without_one_step,),
     f"{P0} {STEP_0}, {P1} {STEP_0}, of compile 2; all ranks must make the same": (one_calls_the_other_model,),
     IN_TIMELINE: (in_the_next_step, ask_for_the_timeline),

@@ -94,7 +94,8 @@ def train(fault: Fault, rank: int, folder: Path, strikes: bool) -> None:
     topology, options = LAYOUTS[fault.layout]
     torch.manual_seed(0)
     model = Model(strike if struck_in("capture") else nothing)
-    forward_backward = fxpipe.compile(model, topology, microbatches=4, timeout=fault.timeout, **options)
+    checks = fxpipe.Checks(timeout=fault.timeout)
+    forward_backward = fxpipe.compile(model, topology, microbatches=4, checks=checks, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     begin = 0
     if (folder / "run" / "latest").exists():

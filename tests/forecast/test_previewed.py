@@ -403,7 +403,7 @@ def sent(name: str, zero: Any) -> float:
     fxpipe.init()
     topology = TOPOLOGIES[name]
     torch.manual_seed(topology.data_rank)
-    options = {"zero": zero, "microbatches": MICROBATCHES, "zero_scope": "data"}
+    options = {"zero": fxpipe.Zero(zero, scope="data"), "microbatches": MICROBATCHES}
     forward_backward = fxpipe.compile(Layers(), topology, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     for _ in range(2):
@@ -415,7 +415,7 @@ def sent(name: str, zero: Any) -> float:
 
 @pytest.mark.parametrize(("name", "zero"), [("the pipeline crosses", 0), ("the replicas cross", 1)])
 def test_bytes_between_nodes_are_those_of_a_run(name: str, zero: Any, pool: Pool) -> None:
-    told = preview(TOPOLOGIES[name], zero=zero, zero_scope="data")
+    told = preview(TOPOLOGIES[name], zero=fxpipe.Zero(zero, scope="data"))
     assert told.between_nodes == pytest.approx(sum(pool.run(sent, name, zero)), rel=0.05)
     assert told.between_nodes
 

@@ -155,7 +155,7 @@ def test_one_rank_of_three_is_named() -> None:
 
     for text, _ in strictly(body, 3):
         assert "what differs is 'target' of ranks [0, 2] and [1]. " in text
-        assert "check_batches" not in text, "no check that has found a fault is to be switched off"
+        assert "batches=False" not in text, "no check that has found a fault is to be switched off"
 
 
 def test_what_is_in_a_container_is_compared() -> None:
@@ -180,7 +180,7 @@ def test_other_strides_and_none_where_an_input_is_not_needed_are_no_difference()
 
 def test_check_batches_false_compares_nothing() -> None:
     def body() -> None:
-        step, _ = compiled(PAIR, check_batches=False)
+        step, _ = compiled(PAIR, checks=fxpipe.Checks(batches=False))
         for number in range(3):
             step(images(this_rank()), labels(this_rank() + number))
 

@@ -21,7 +21,7 @@ def calls_of(axes: list[tuple[str, int]], zero: int) -> tuple[Calls, Calls]:
     edges = list(zip(layers, [*layers][1:], strict=False))
     graph = StageGraph.from_callables(layers, edges, {"layer0": ["x"]})
     placement = {f"layer{rank}": rank for rank in range(ranks)} | {"loss": ranks - 1}
-    options = {"microbatches": 1, "zero": zero, "check_batches": False, "placement": placement}
+    options = {"microbatches": 1, "zero": zero, "checks": fxpipe.Checks(batches=False), "placement": placement}
     step, found = fxpipe.compile(graph, topology, **options), []
     for number in range(5):
         x = torch.randn(4, 4)

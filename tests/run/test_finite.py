@@ -237,12 +237,13 @@ def test_the_last_step_is_told_of_where_ranks_meet_next(run: Callable[..., list[
     assert others == [[[], [], []]] * len(others)
 
 
-# --- error_if_nonfinite ---
+# --- nonfinite="raise" ---
 
 
 def raised(options: dict[str, Any]) -> Any:
     """The error in the call itself; then it goes on as if the call had not been."""
-    forward_backward = fxpipe.compile(Chain(), THREE, microbatches=4, error_if_nonfinite=True, **options)
+    checks = fxpipe.Checks(nonfinite="raise")
+    forward_backward = fxpipe.compile(Chain(), THREE, microbatches=4, checks=checks, **options)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     losses = [float(forward_backward(batch()))]
     texts = []
@@ -321,7 +322,7 @@ class Two(Chain):
 def on_replicas(options: dict[str, Any], flush: str) -> Any:
     """Replica 1's second step is spoilt."""
     replica = replica_of(SQUARE)
-    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, check_batches=False, **options)
+    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, checks=fxpipe.Checks(batches=False), **options)
     texts = []
     for x in (batch(), batch((7, 0)) if replica else batch(), batch()):
         try:
@@ -371,7 +372,7 @@ def test_a_pipe_group_that_asks_alone_for_the_state_dict_waits_for_no_other(asks
 @pytest.mark.parametrize("engine", ["strict 3", "distributed"])
 def test_one_replicas_fault_is_raised_on_all_ranks(request: pytest.FixtureRequest, engine: str) -> None:
     run = engine_of(engine, lambda: request.getfixturevalue("pool"))
-    ranks = run(4, on_replicas, {"error_if_nonfinite": True}, "")
+    ranks = run(4, on_replicas, {"checks": fxpipe.Checks(nonfinite="raise")}, "")
     assert len({text for (text,) in ranks}) == 1
     assert "micro-batch 3 of replica 1" in ranks[0][0]
 

@@ -167,7 +167,7 @@ def test_one_process_waits_as_little(gpus: Gpus, row: str) -> None:
 
 @pytest.mark.parametrize("zero", every(2, [0, 1, 3]))
 def test_tied_parameters_of_several_replicas_make_no_step_wait(gpus: Gpus, zero: int) -> None:
-    options = {"zero": zero, "zero_scope": "data"}
+    options = {"zero": fxpipe.Zero(zero, scope="data")}
     assert [one.waits for one in gpus.run(steady, False, {"tied": True}, options, {}, 1.0, ranks=4)] == [[LOSS]] * 4
 
 
@@ -177,7 +177,7 @@ WAITING: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     "zero 1, offload, bf16": ((True, {}, {"zero": 1, "precision": BF16}, {"offload": True}), [LOSS, OPTIMIZER]),
     "fp16": ((False, {}, {"precision": FP16}, {}), [LOSS, "optimizer: item"]),
     "zero 2, fp16": ((True, {}, {"zero": 2, "precision": FP16}, {}), [LOSS, "optimizer: item"]),
-    "error_if_nonfinite": ((False, {}, {"error_if_nonfinite": True}, {}), [LOSS]),
+    "error_if_nonfinite": ((False, {}, {"checks": fxpipe.Checks(batches=False, nonfinite="raise")}, {}), [LOSS]),
     "two calls": ((True, {}, {}, {}, None, True), [LOSS, LOSS]),
     "two calls, of sums": ((True, {"sums": True}, {"zero": 1}, {}, None, True), [LOSS, LOSS]),
 }
@@ -242,7 +242,8 @@ def data_dependent(kind: str) -> list[str]:
     }
     model, batch, options = models[kind]
     topology = fxpipe.Topology([("pipe", 2)])
-    forward_backward = fxpipe.compile(model.to(device), topology, microbatches=2, check_batches=False, **options)
+    options = {"checks": fxpipe.Checks(batches=False), **options}
+    forward_backward = fxpipe.compile(model.to(device), topology, microbatches=2, **options)
     for _ in range(3):
         forward_backward(*batch)
     with waits() as found:

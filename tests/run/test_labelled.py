@@ -80,7 +80,8 @@ def test_an_action_that_is_left_out_has_none() -> None:
 
 def of_replicas() -> tuple[Counter[str], Counter[str], Counter[str]]:
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
-    forward_backward, batch = compiled(CASES[NAME], topology=topology, check_batches=False), CASES[NAME].batch()
+    forward_backward = compiled(CASES[NAME], topology=topology, checks=fxpipe.Checks(batches=False))
+    batch = CASES[NAME].batch()
     first, second = (profiled(forward_backward, **batch) for _ in range(2))
     return first, second, actions_of(forward_backward, topology.coordinate(torch.distributed.get_rank())["pipe"])
 

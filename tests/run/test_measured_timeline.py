@@ -638,7 +638,7 @@ def test_the_categories_of_a_step_sum_to_what_its_call_takes(options: dict[str, 
 
 @one_engine
 def test_each_replica_tells_of_its_own_ranks(many_ranks: Engine) -> None:
-    told = many_ranks(4, spent_in_steps, "two towers on 2 ranks", {"data": 2, "check_batches": False})
+    told = many_ranks(4, spent_in_steps, "two towers on 2 ranks", {"data": 2, "checks": fxpipe.Checks(batches=False)})
     for timelines, around, place in told:
         assert_sums(timelines, around, place)
     assert told[0][0][0].spells != told[1][0][0].spells

@@ -56,8 +56,8 @@ def test_what_is_frozen_has_a_master_and_no_more() -> None:
         ([("data", 8), ("pipe", 2)], 2, "node", 1),
     ],
 )
-def test_who_shards_is_as_zero_scope_says(axes: Any, per_node: int | None, scope: Any, shards: int) -> None:
-    assert Account.of(Options(zero=1, zero_scope=scope), Topology(axes, per_node)) == Account(1, shards)
+def test_who_shards_is_as_the_scope_of_zero_says(axes: Any, per_node: int | None, scope: Any, shards: int) -> None:
+    assert Account.of(Options(zero=fxpipe.Zero(1, scope=scope)), Topology(axes, per_node)) == Account(1, shards)
 
 
 def test_one_replica_shards_nothing() -> None:

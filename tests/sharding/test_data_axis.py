@@ -6,6 +6,7 @@ Ranks share this process as a strict world, 8 of them where there are 8; what ne
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
+from fxpipe.options import Options
 from tests.device import DEVICE
 from tests.harness import cut, replica_of
 from tests.pool import Pool
@@ -191,10 +193,16 @@ LARGE = [(2, 4, ORDERS[0]), (2, 4, ORDERS[1])]
 WAYS: dict[str, dict[str, Any]] = {
     "zero_0": {"zero": 0},
     "zero_1_node": {"zero": 1},
-    "zero_1_data": {"zero": 1, "zero_scope": "data"},
+    "zero_1_data": {"zero": fxpipe.Zero(1, scope="data")},
     "zero_2_node": {"zero": 2},
-    "zero_2_data": {"zero": 2, "zero_scope": "data"},
+    "zero_2_data": {"zero": fxpipe.Zero(2, scope="data")},
 }
+
+
+def level(way: str) -> int:
+    return Options(zero=WAYS[way]["zero"]).sharding.level
+
+
 ORACLE_OF = {0: "DDP", 1: "ZeroRedundancyOptimizer", 2: "ZeroRedundancyOptimizer", 3: "FSDP2"}
 
 
@@ -207,7 +215,7 @@ def test_norms_and_parameters_are_those_of_torch(
     pipe, data, order = shape
     topology = topology_of(pipe, data, order)
     for found in on_strict(topology, lambda: trained(topology, tied, microbatches, **WAYS[way])):
-        assert_trained(found, oracle(data, ORACLE_OF[WAYS[way]["zero"]], tied, microbatches))
+        assert_trained(found, oracle(data, ORACLE_OF[level(way)], tied, microbatches))
 
 
 def several_on_gloo(topology: Topology, ways: list[Mapping[str, Any]], tied: bool, microbatches: int) -> list[Trained]:
@@ -223,8 +231,8 @@ def test_zero_3_is_fsdp2(
     pool: Pool, oracle: Oracle, pipe: int, data: int, order: str, tied: bool, microbatches: int
 ) -> None:
     topology = topology_of(pipe, data, order)
-    scopes: list[dict[str, Any]] = [{"zero": 3, "zero_scope": "node"}]
-    scopes.append({"zero": 3, "zero_scope": "data"} if tied else {"zero": 3, "schedule": "zb_h1"})
+    scopes: list[dict[str, Any]] = [{"zero": 3}]
+    scopes.append({"zero": fxpipe.Zero(3, scope="data")} if tied else {"zero": 3, "schedule": "zb_h1"})
     for runs in pool.run(several_on_gloo, topology, scopes, tied, microbatches, ranks=pipe * data):
         for found in runs:
             assert_trained(found, oracle(data, "FSDP2", tied, microbatches))
@@ -291,7 +299,7 @@ def state_numel(optimizer: torch.optim.Optimizer) -> int:
 def state_after_a_step(topology: Topology, zero: int, scope: str) -> tuple[int, int]:
     """What this rank keeps of AdamW's moments, and the parameters of its stages."""
     torch.manual_seed(0)
-    forward_backward = fxpipe.compile(Odd(), topology, microbatches=2, zero=zero, zero_scope=scope)
+    forward_backward = fxpipe.compile(Odd(), topology, microbatches=2, zero=fxpipe.Zero(zero, scope=scope))
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     forward_backward(torch.randn(4, 97))
     optimizer.step()
@@ -310,10 +318,11 @@ def test_each_rank_keeps_its_part_of_the_optimizer_state(topology: Topology, zer
         assert held == pytest.approx(2 * parameters / parts, rel=0.02)
 
 
-def moved(topology: Topology, microbatches: int, **options: Any) -> tuple[float, float]:
+def moved(topology: Topology, microbatches: int, zero: Any = 0, **options: Any) -> tuple[float, float]:
     """Bytes between nodes, per node, and inside them, per rank: of the second step, its parameter gather included."""
     torch.manual_seed(0)
-    forward_backward = fxpipe.compile(Even(), topology, microbatches=microbatches, bucket_cap_mb=0.02, **options)
+    policy = dataclasses.replace(zero if isinstance(zero, fxpipe.Zero) else fxpipe.Zero(zero), bucket_mb=0.02)
+    forward_backward = fxpipe.compile(Even(), topology, microbatches=microbatches, zero=policy, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     for _ in range(2):
         optimizer.zero_grad()
@@ -367,7 +376,7 @@ def recorded(zero: int, microbatches: int, schedule: str) -> tuple[int, int]:
     fxpipe.init()
     topology = Topology([("data", dist.get_world_size())])
     forward_backward = fxpipe.compile(
-        FourBuckets(), topology, microbatches=microbatches, bucket_cap_mb=1.0, zero=zero, schedule=schedule
+        FourBuckets(), topology, microbatches=microbatches, zero=fxpipe.Zero(zero, bucket_mb=1.0), schedule=schedule
     )
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     forward_backward.record_timeline()
@@ -507,7 +516,7 @@ def put_hooks(named: Iterable[tuple[str, nn.Parameter]], hook: str) -> None:
 def test_hooks_act_once_and_on_what_they_act_on_in_plain_pytorch(
     hook: str, early: bool, microbatches: int, way: str
 ) -> None:
-    if microbatches > 1 and hook != "on the gradient" and WAYS[way]["zero"] == 2:
+    if microbatches > 1 and hook != "on the gradient" and level(way) == 2:
         pytest.skip("there is nothing that has accumulated: each micro-batch's gradient is reduced at once")
     topology = topology_of(2, 2, ORDERS[0])
     model = network(False)
@@ -565,7 +574,7 @@ def test_a_bad_number_in_one_ranks_gradient_skips_the_step_on_all(way: str, spoi
     topology = topology_of(2, 2, ORDERS[0])
     # as the sum shows it: to both replicas, or to the one with the first half of the stage's bucket
     first = victim // 2 * 2
-    bad = f"rank {first}" if WAYS[way]["zero"] else f"ranks {first}, {first + 1}"
+    bad = f"rank {first}" if level(way) else f"ranks {first}, {first + 1}"
     says = rf"step 1 \(from 0\) was skipped on all ranks: the gradient on {bad} has"
     with pytest.warns(RuntimeWarning, match=says) as said:
         ranks = on_strict(topology, lambda: poisoned(topology, WAYS[way], victim, poison))

@@ -75,11 +75,10 @@ def exposed(shape: Shape, zero: int, tracer: str, embeds: bool, milliseconds: fl
         Layers(shape.stages, embeds).to(device),
         Topology([("pipe", shape.pipe), ("data", shape.data)]),
         microbatches=MICROBATCHES,
-        zero=zero,
+        zero=fxpipe.Zero(zero, bucket_mb=LAYER_BYTES / 2**20),
         tracer=tracer,
         example_args=(x.to(device),),
-        check_batches=False,
-        bucket_cap_mb=LAYER_BYTES / 2**20,
+        checks=fxpipe.Checks(batches=False),
         **shape.options,
     )
     optimizer, batch = forward_backward.optimizer(torch.optim.SGD, lr=0.1), x.to(device)

@@ -152,12 +152,14 @@ def plain_gradients(build: Build, replicas: int, parts: int, weights: Sequence[f
 # --- and fxpipe ---
 
 
-def compiled(build: Build, topology: Topology, parts: int = 2, **options: Any) -> tuple[Any, Tensor]:
+def compiled(
+    build: Build, topology: Topology, parts: int = 2, scope: Any = "node", bucket_mb: float = 1e-6, **options: Any
+) -> tuple[Any, Tensor]:
     """In evaluation mode, so that nothing is dropped; and this replica's rows. Each block is a unit of its own."""
     model = build()
     module_of(model).eval()
-    options = {"bucket_cap_mb": 1e-6, **options}
-    forward_backward = fxpipe.compile(model, topology, microbatches=parts, zero=3, **options)
+    policy = fxpipe.Zero(3, scope, bucket_mb)
+    forward_backward = fxpipe.compile(model, topology, microbatches=parts, zero=policy, **options)
     replica = topology.coordinate(torch.distributed.get_rank())["data"]
     return forward_backward, batch().chunk(topology.size("data"))[replica]
 
@@ -173,7 +175,7 @@ def check(forward_backward: Any, expected: dict[str, Any], times: float = 1.0, *
 
 @in_a_new_world
 def several_calls(kind: str, topology: Topology, parts: int, scope: str) -> None:
-    forward_backward, x = compiled(MODELS[kind], topology, parts, zero_scope=scope)
+    forward_backward, x = compiled(MODELS[kind], topology, parts, scope=scope)
     size = len((topology.shard_groups() if scope == "node" else topology.groups("data"))[0])
     for name, parameter in forward_backward.named_parameters():
         assert isinstance(parameter, DTensor) == bool(parameter.ndim), name
@@ -505,7 +507,7 @@ IDS = torch.arange(ROWS * 2).view(ROWS, 2) % 8
 def trained_in_blocks(options: dict[str, Any]) -> list[list[str]]:
     """The units in the order in which the third step waits for them, and reduces them; the step is plain PyTorch's."""
     forward_backward = fxpipe.compile(
-        chain(), ONE_NODE, microbatches=2, zero=3, bucket_cap_mb=1e-6, example_args=(IDS,), **options
+        chain(), ONE_NODE, microbatches=2, zero=fxpipe.Zero(3, bucket_mb=1e-6), example_args=(IDS,), **options
     )
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
     rows = IDS.chunk(2)[torch.distributed.get_rank()]

@@ -98,7 +98,8 @@ def test_any_walk_of_calls_gives_the_gradients_of_the_whole_batch(
 
     def body(rank: int) -> list[Parts]:
         net = Net(tied, total)
-        step = fxpipe.compile(net, topology, microbatches=3, bucket_cap_mb=0.0008, **layout.options)
+        policy = fxpipe.Zero(layout.zero, layout.scope, bucket_mb=0.0008)
+        step = fxpipe.compile(net, topology, microbatches=3, **layout.options | {"zero": policy})
         return walk(step, moves, topology.coordinate(rank)["data"], net)
 
     def accumulate(batches: Sequence[Tensor]) -> None:
@@ -305,8 +306,9 @@ def test_a_forward_waits_for_each_bucket_where_it_first_reads_it(
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
 
     def body(rank: int) -> tuple[list[str], list[str]]:
-        given = {"tracer": tracer, "example_args": (IDS,), "bucket_cap_mb": BUCKET_MB, **options}
-        step = fxpipe.compile(Blocks(), topology, microbatches=2, zero=zero, **given)
+        given = {"tracer": tracer, "example_args": (IDS,), **options}
+        policy = fxpipe.Zero(zero, bucket_mb=BUCKET_MB)
+        step = fxpipe.compile(Blocks(), topology, microbatches=2, zero=policy, **given)
         optimizer = step.optimizer(torch.optim.SGD, lr=0.1)
         step(IDS)
         order, events = list[str](), list[str]()
@@ -331,7 +333,7 @@ def test_a_bucket_is_summed_ahead_of_the_backward_of_the_layer_before(zero: int)
     topology = fxpipe.Topology([("pipe", 1), ("data", 2)])
 
     def body(rank: int) -> list[str]:
-        step = fxpipe.compile(Blocks(), topology, microbatches=1, zero=zero, bucket_cap_mb=BUCKET_MB)
+        step = fxpipe.compile(Blocks(), topology, microbatches=1, zero=fxpipe.Zero(zero, bucket_mb=BUCKET_MB))
         step(IDS)
         events: list[str] = []
         for bucket in step._reducer._buckets:
@@ -367,7 +369,7 @@ def test_sums_start_in_the_last_micro_batch_alone_and_with_zero_2_in_each(zero: 
 
     def body(rank: int) -> list[int]:
         layers = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
-        step = compiled_alone(layers, topology, microbatches=3, zero=zero, bucket_cap_mb=32 * 32 * 4 / 2**20)
+        step = compiled_alone(layers, topology, microbatches=3, zero=fxpipe.Zero(zero, bucket_mb=32 * 32 * 4 / 2**20))
         counts = []
         for on in (False, True):
             step.set_requires_gradient_sync(on)
@@ -418,7 +420,7 @@ def test_a_frozen_parameters_gradient_is_cleared_as_all_others(zero: int) -> Non
     def body(rank: int) -> list[float]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        step = compiled_alone(module, PAIR, microbatches=1, zero=zero, bucket_cap_mb=1e-6)
+        step = compiled_alone(module, PAIR, microbatches=1, zero=fxpipe.Zero(zero, bucket_mb=1e-6))
         optimizer = step.optimizer(torch.optim.SGD, lr=1.0)
         step(torch.ones(2, 4))
         module.zero_grad(set_to_none=False)

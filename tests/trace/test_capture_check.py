@@ -72,7 +72,7 @@ def test_a_capture_that_computes_another_loss_is_refused_with_both_numbers() -> 
         compiled(model, given, tracer="symbolic")
     numbers = f"{wrong:.6g} in stage 'second' and {right:.6g} in the model"
     assert f"the loss on micro-batch 0 is {numbers}" in str(failure.value)
-    assert "check_capture" not in str(failure.value), "no check that has found a fault is to be switched off"
+    assert "check=False" not in str(failure.value), "no check that has found a fault is to be switched off"
 
 
 def test_a_capture_that_loses_a_gradient_is_refused_with_the_parameter_and_its_stage() -> None:
@@ -139,7 +139,7 @@ def test_auto_goes_on_to_the_next_tracer_and_trains_right() -> None:
 
 
 def test_it_can_be_left_out() -> None:
-    assert told(doubled(), check_capture=False).endswith("not checked: check_capture=False")
+    assert told(doubled(), tracer=fxpipe.Tracing(check=False)).endswith("not checked: fxpipe.Tracing(check=False)")
 
 
 def outlier_on_the_second_replica() -> None:
@@ -250,7 +250,7 @@ class Noisy(nn.Module):
 
 def test_numbers_of_python_and_of_own_generators_are_replayed_and_put_back() -> None:
     noisy, unchecked = Noisy(), Noisy()
-    assert "not checked" in told(Hidden(unchecked, unchecked), tracer="record", check_capture=False)
+    assert "not checked" in told(Hidden(unchecked, unchecked), tracer=fxpipe.Tracing("record", check=False))
     assert "checked against the model on 2" in told(Hidden(noisy, noisy), tracer="record")
     assert noisy.states() == unchecked.states()
 

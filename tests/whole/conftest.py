@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.capture.capturing import Tracing
+from fxpipe.capture.capturing import CaptureRun
 from tests.harness import Engines, engine_of
 
 
@@ -20,12 +20,12 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures that are made for steps."""
     made: list[Any] = []
-    capture = Tracing.capture
+    capture = CaptureRun.capture
 
-    def noting(self: Tracing, *args: Any) -> Any:
+    def noting(self: CaptureRun, *args: Any) -> Any:
         captures, captured = capture(self, *args)
         made.extend([captured] * self.pattern.training)
         return captures, captured
 
-    monkeypatch.setattr(Tracing, "capture", noting)
+    monkeypatch.setattr(CaptureRun, "capture", noting)
     return made

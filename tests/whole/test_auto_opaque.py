@@ -110,7 +110,7 @@ def test_the_function_of_a_property_may_be_opaque() -> None:
     assert_trains(Judged, [vectors(0), vectors(1)], by_hand, 3, tracer="export")
 
 
-@pytest.mark.parametrize("options", [{"auto_opaque": False}, {"tracer": "export"}])
+@pytest.mark.parametrize("options", [{"tracer": fxpipe.Tracing(opaque=False)}, {"tracer": "export"}])
 def test_it_is_refused_with_the_rule_where_that_is_asked_for(options: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match=r'boundaries=\{"other": "whole"\}'):
         compiled(Picks(), vectors(0), CUTS, **options)

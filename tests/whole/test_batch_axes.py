@@ -196,7 +196,8 @@ def compiled(
         forget_groups()
     topology = Topology(axes, per_node)
     example = mine(batch(0, topology.data_size), topology)
-    defaults: dict[str, Any] = {"parallelize": spread, "microbatches": MICROBATCHES, "check_capture": False}
+    tracer = fxpipe.Tracing(check=False)
+    defaults: dict[str, Any] = {"parallelize": spread, "microbatches": MICROBATCHES, "tracer": tracer}
     defaults |= {"tracer": "record", "example_kwargs": example}
     return fxpipe.compile(toy(**model), topology, **defaults | options)
 
@@ -329,7 +330,7 @@ def test_schedules_recomputation_and_accumulation_change_nothing(
         (PIPE_EXPERT, {"zero": 1}),
         ([("data", 2), ("expert", 2)], {"zero": 2, "per_node": 2}),  # expert groups inside of a node
         ([("expert", 2), ("data", 2)], {"zero": 1, "per_node": 2}),  # and across nodes
-        ([("context", 2), ("expert", 2)], {"zero": 2, "zero_scope": "data", "per_node": 2}),
+        ([("context", 2), ("expert", 2)], {"zero": fxpipe.Zero(2, scope="data"), "per_node": 2}),
     ],
     ids=str,
 )

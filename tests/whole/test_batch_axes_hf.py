@@ -90,7 +90,7 @@ def compiled(name: str, axes: Axes, **options: Any) -> fxpipe.ForwardBackward:
     case, topology = EXPERTS[name], Topology(axes)
     torch.manual_seed(0)
     options = {"parallelize": spread_experts, "microbatches": MICROBATCHES, "boundaries": case.boundaries} | options
-    options = {"tracer": "record", "check_capture": False} | options
+    options = {"tracer": fxpipe.Tracing("record", check=False)} | options
     example = case.inputs(ROWS * MICROBATCHES, torch.Generator().manual_seed(1))
     return fxpipe.compile(case.model(), topology, example_kwargs=example, **options)
 
@@ -245,7 +245,8 @@ def left_out(axes: Axes) -> dict[str, str]:
     fxpipe.init()
     topology, texts = Topology(axes), {}
     part = {name: topology.context_part(value) for name, value in sequences(ROWS)[0].items()}
-    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "tracer": "record", "check_capture": False}
+    tracer = fxpipe.Tracing("record", check=False)
+    options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "tracer": tracer}
     for name in LEFT_OUT:
         others = {other: value for other, value in part.items() if other != name}
         # eager attention can do without position_ids, so that the model is captured
@@ -296,7 +297,7 @@ def half_the_heads(stage: nn.Module, mesh: Any) -> None:
 def test_sizes_that_do_not_fit_what_parallelize_made_are_explained() -> None:
     batch = hf.causal(ROWS, torch.Generator().manual_seed(0))
     options = {"boundaries": layers("model.layers", 2), "microbatches": 1, "parallelize": half_the_heads}
-    options |= {"tracer": "record", "example_kwargs": batch, "check_capture": False}
+    options |= {"tracer": fxpipe.Tracing("record", check=False), "example_kwargs": batch}
     step = fxpipe.compile(hf.llama(), Topology([("pipe", 2)]), **options)
     with pytest.raises(RuntimeError) as error:
         step(**batch)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.capture import auto_opaque, capturing
-from fxpipe.capture.capturing import Capturing, Tracing
+from fxpipe.capture.capturing import CaptureRun, Capturing
 from fxpipe.plan import plan_state
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.trace.state.reads import Reads
@@ -25,10 +25,10 @@ CHANGES: list[Callable[[], object]] = []
 FAILS: list[str] = []
 """Filled where the next capture of rank 1 is to fail."""
 PHASES: dict[str, tuple[Any, str]] = {
-    "asking a tracer": (Tracing, "_request"),
+    "asking a tracer": (CaptureRun, "_request"),
     "tracing": (auto_opaque, "accepted"),
-    "cutting": (Tracing, "_cut"),
-    "taking the regions": (Tracing, "_with_regions"),
+    "cutting": (CaptureRun, "_cut"),
+    "taking the regions": (CaptureRun, "_with_regions"),
     "taking what was read": (Reads, "with_capture"),
     "watching": (capturing, "watch"),
     "capturing": (Capturing, "of"),

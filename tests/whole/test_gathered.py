@@ -255,20 +255,18 @@ def test_open_clips_loss_is_that_of_all_replicas_rows_and_its_scale_is_no_row() 
         assert_gradients(gradients, plain, 1e-5)
 
 
-def refused(tracer: Any, check_capture: bool) -> str:
+def refused(tracer: Any) -> str:
     fxpipe.init()
     batch = {"image": torch.randn(4, 6), "text": torch.randn(4, 5)}
-    options: dict[str, Any] = {"tracer": tracer, "check_capture": check_capture, "example_kwargs": batch}
+    options: dict[str, Any] = {"tracer": tracer, "example_kwargs": batch}
     with pytest.raises(fxpipe.TopologyError) as caught:
         fxpipe.compile(OpenClips(world_size=2), Topology([("pipe", 2)]), microbatches=2, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("tracer", "check_capture"), [("auto", True), ("export", False)])
-def test_a_collective_that_waits_for_other_stages_is_refused_at_capture(
-    tracer: Any, check_capture: bool, pool: Pool
-) -> None:
-    for rank, text in enumerate(pool.run(refused, tracer, check_capture, ranks=2)):
+@pytest.mark.parametrize("tracer", ["auto", fxpipe.Tracing("export", check=False)])
+def test_a_collective_that_waits_for_other_stages_is_refused_at_capture(tracer: Any, pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(refused, tracer, ranks=2)):
         assert f"over ranks [0, 1], of which {[rank]} are replicas" in text
         assert 'gather="global"' in text
         assert "torch.distributed.all_gather(every, v)" in text

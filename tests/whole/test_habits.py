@@ -208,7 +208,7 @@ class StatisticsInPlace(Statistics):
 def test_a_backward_sees_a_statistic_as_its_own_micro_batch_did(kind: type[nn.Module], tracer: str) -> None:
     torch.manual_seed(1)
     given = [{"x": torch.randn(8, WIDTH)} for _ in range(2)]
-    assert_trains(kind, given, tracer=tracer, microbatches=4, check_capture=False)
+    assert_trains(kind, given, tracer=fxpipe.Tracing(tracer, check=False), microbatches=4)
 
 
 # --- what placing stages leaves as it is; inputs that no rank can cut, or be sent ---

@@ -55,7 +55,7 @@ def between_steps(is_victim: bool) -> Callable[[], object]:
 
 def amid_a_reduction(is_victim: bool, topology: fxpipe.Topology, options: Mapping[str, Any]) -> Callable[[], object]:
     """The same; the victim dies before its last gradient of the second step, behind buckets that are on their way."""
-    forward_backward = fxpipe.compile(Buckets(), topology, microbatches=4, bucket_cap_mb=0.2, **options)
+    forward_backward = fxpipe.compile(Buckets(), topology, microbatches=4, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW)
     forward_backward(torch.ones(8, 256))
     optimizer.step()

@@ -110,7 +110,7 @@ def built(cls: type[nn.Module]) -> Any:
 
 
 def compiled(cls: type[nn.Module], topology: fxpipe.Topology | None = None, **options: Any) -> fxpipe.ForwardBackward:
-    options = {"tracer": "export", "microbatches": PARTS, "check_batches": False} | options
+    options = {"tracer": "export", "microbatches": PARTS, "checks": fxpipe.Checks(batches=False)} | options
     example = sized(*SIZES[0])
     return fxpipe.compile(built(cls), topology or fxpipe.Topology([("pipe", 2)]), example_kwargs=example, **options)
 
@@ -278,7 +278,7 @@ def test_replicas_may_have_lengths_of_their_own(zero: int, engine: str, engines:
         tuple(sized(*size, replica) for replica, size in enumerate(sizes)) for sizes in zip(*OF_REPLICAS, strict=True)
     ]
     topology = fxpipe.Topology([("pipe", 2), ("data", 2)])
-    options = {"tracer": "export", "check_batches": False, "example_kwargs": sized(*SIZES[0])}
+    options = {"tracer": "export", "checks": fxpipe.Checks(batches=False), "example_kwargs": sized(*SIZES[0])}
     assert_trains(case, engines(engine), batches, topology=topology, zero=zero, **options)
 
 

@@ -184,7 +184,7 @@ WIDE = 512  # a weight of 1 MiB
 def steps_twice(rounds: int) -> tuple[Tensor, list[bool]]:
     """A parameter after rounds of one call and two steps; and whether it was plain PyTorch's after each of them."""
     fxpipe.init()
-    step = compiled_alone(linear(WIDE), PAIR, microbatches=1, zero=1, bucket_cap_mb=100.0)
+    step = compiled_alone(linear(WIDE), PAIR, microbatches=1, zero=fxpipe.Zero(1, bucket_mb=100.0))
     optimizer = step.optimizer(torch.optim.SGD, lr=0.5, momentum=0.5)
     model = linear(WIDE)
     plain = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)

@@ -90,7 +90,7 @@ BATCH: Any = {"example_kwargs": ONE.batch()}
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    in_turn(list(KINDS), [{"tracer": "record", "recompute": True}, {"schedule": "zb_h1", "check_capture": True}]),
+    in_turn(list(KINDS), [{"tracer": "record", "recompute": True}, {"schedule": "zb_h1"}]),
 )
 def test_where_one_stage_draws_all_the_draws_are_those_of_plain_pytorch(kind: str, options: Any) -> None:
     assert_trains(replace(ONE, build=partial(Guiding, kind)), batches=ONE.batches(4), **BATCH, **options)
@@ -140,7 +140,7 @@ def test_compile_and_evaluate_draw_no_more_than_plain_pytorch_does() -> None:
     case, batch = ONE, ONE.batch()
     model: Any = case.model()
     generator, fresh = model.second.draw.__self__, np.random.default_rng(5)
-    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=4, check_capture=True, **BATCH)
+    forward_backward = fxpipe.compile(model, Topology([("pipe", 2)]), microbatches=4, **BATCH)
     assert state_of(generator) == state_of(fresh)
     forward_backward.evaluate(**batch)
     fresh.random(4)  # a call for each micro-batch, as it also draws in evaluation

@@ -71,7 +71,9 @@ def built(case: Case) -> nn.Module:
 
 def compiled(case: Case, microbatches: int, topology: Topology | None = None, **options: Any) -> fxpipe.ForwardBackward:
     """Captured by what takes sizes that vary, or lists."""
-    options = {"batch_dim": case.rules, "check_batches": False, "example_kwargs": case.batch(case.batches[0])} | options
+    example = case.batch(case.batches[0])
+    checks = fxpipe.Checks(batches=False)
+    options = {"batch_dim": case.rules, "checks": checks, "example_kwargs": example} | options
     topology = topology or Topology([("pipe", case.stages)])
     return fxpipe.compile(built(case), topology, microbatches=microbatches, **options)
 
@@ -219,7 +221,7 @@ def gathered_over_replicas(tracer: str) -> None:
     rules = {name: rule for name, rule in packed.DOCUMENTS.items() if name in batch}
     model = packed.Contrasting("global")
     options: Any = {"microbatches": 2, "batch_dim": rules, "example_kwargs": batch, "tracer": tracer}
-    forward_backward = fxpipe.compile(model, topology, **options, check_batches=False)
+    forward_backward = fxpipe.compile(model, topology, **options, checks=fxpipe.Checks(batches=False))
     forward_backward(**batch)
 
 
@@ -252,7 +254,8 @@ REPLICATED = models.Case(packed.Seeing, stages=3, cut=cut_of_replica, **SGD)
 
 
 def on_replicas(batches: Batches) -> Run:
-    options = {"batch_dim": packed.IMAGES, "example_kwargs": packed.seen_batch(SIX), "check_batches": False, "zero": 1}
+    checks = fxpipe.Checks(batches=False)
+    options = {"batch_dim": packed.IMAGES, "example_kwargs": packed.seen_batch(SIX), "checks": checks, "zero": 1}
     return trained(REPLICATED, batches, topology=Topology([("pipe", 2), ("data", 2)]), **options)
 
 

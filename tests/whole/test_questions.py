@@ -235,7 +235,7 @@ def test_replicas_may_have_other_outcomes(pool: Pool) -> None:
             assert_gradients(gradients, plain, 1e-6)
 
 
-@pytest.mark.parametrize("options", [{"auto_opaque": False}, {"tracer": "export"}])
+@pytest.mark.parametrize("options", [{"tracer": fxpipe.Tracing(opaque=False)}, {"tracer": "export"}])
 def test_it_is_refused_where_that_is_asked_for(options: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match=r"branches on the value"):
         compiled(Masked(), BATCHES[0], CUTS, **options)

@@ -171,8 +171,8 @@ def trained(draw: Draw) -> Trained:
         placement=dict(draw.placement),
         schedule=draw.family,
         loss_weight=draw.weight if draw.light else None,
-        zero=draw.zero,
-        bucket_cap_mb=0.0002 if draw.seed % 2 else 25.0,  # many buckets, or one of each kind
+        # many buckets, or one of each kind
+        zero=fxpipe.Zero(draw.zero, bucket_mb=0.0002 if draw.seed % 2 else 25.0),
     )
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=0.01)
     found = Trained([], [], {})

@@ -114,7 +114,8 @@ def test_any_walk_of_calls_in_which_replicas_use_different_parameters_and_weight
     replicas, per_node = draw.choice([(2, None), (4, 2), *([(2, 1), (3, None)] if pipe == 1 else [])])
     rows, tied = draw.choice([1, 2]), pipe == 2 or draw.random() < 0.3
     layout = Layout((("pipe", pipe), ("data", replicas)), per_node, zero, draw.choice(["node", "data"]))
-    options = {"bucket_cap_mb": draw.choice([1e-6, 1e-4, 25.0]), "microbatches": rows, **layout.options}
+    policy = fxpipe.Zero(layout.zero, layout.scope, bucket_mb=draw.choice([1e-6, 1e-4, 25.0]))  # type: ignore[arg-type]
+    options = {**layout.options, "microbatches": rows, "zero": policy}
 
     def row() -> Tensor:
         uses = [draw.random() < 0.4 for _ in range(COUNT)]
@@ -201,9 +202,8 @@ def stepped_unevenly(counts: Sequence[int], rank: int, zero: int) -> Parts:
         topology,
         microbatches=2,
         schedule="interleaved_1f1b",
-        bucket_cap_mb=1e-6,
         placement=BESIDE,
-        zero=zero,
+        zero=fxpipe.Zero(zero, bucket_mb=1e-6),
     )
     replica = replica_of(topology)
     step.step_microbatches([((x,), {}) for x in of_replica(replica, counts[replica])])

@@ -111,8 +111,8 @@ class Run:
             self.optimizer: Any = torch.optim.AdamW(groups, lr=0.02)
         else:
             precision = fxpipe.Precision() if layout.precise else None
-            options: dict[str, Any] = {"zero": layout.zero, "zero_scope": layout.scope, "precision": precision}
-            self.model = fxpipe.compile(model, layout.topology, microbatches=4, bucket_cap_mb=2e-4, **options)
+            policy = fxpipe.Zero(layout.zero, layout.scope, bucket_mb=2e-4)
+            self.model = fxpipe.compile(model, layout.topology, microbatches=4, zero=policy, precision=precision)
             whole = [
                 {"params": lambda name, parameter: parameter.ndim > 1, "weight_decay": 0.1},
                 {"params": lambda name, parameter: parameter.ndim < 2, "weight_decay": 0.0},

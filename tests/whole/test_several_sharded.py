@@ -134,7 +134,14 @@ def other_tables(**options: Any) -> list[str]:
     """Errors of a step and of an evaluation in which the second replica has one row, which one rank encodes."""
     topology = Topology(PIPE_DATA)
     placement: dict[str, Any] = {"encoder": "all", "body": 0, "head": 1}
-    options = {"example_args": (batch(0, 0),), "microbatches": 4, "placement": placement, "timeout": 20, **options}
+    checks = fxpipe.Checks(timeout=20)
+    options = {
+        "example_args": (batch(0, 0),),
+        "microbatches": 4,
+        "placement": placement,
+        "checks": checks,
+        **options,
+    }
     forward_backward = fxpipe.compile(model(), topology, **options)
     replica, errors = replica_of(topology), []
     parts = [((part,), {}) for part in batch(0, replica)[: 1 if replica else 2].split(1)]

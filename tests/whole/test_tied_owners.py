@@ -172,12 +172,12 @@ def test_owners_in_nodes_that_cut_them_differently_are_refused_on_all_ranks() ->
     for text in said:
         assert text.startswith("TopologyError: ")
         assert "a.weight is tied over the pipe ranks [0, 1], whose data groups have [2, 1] ranks to a node" in text
-        assert 'zero_scope="data"' in text
+        assert 'scope="data"' in text
 
 
 @pytest.mark.parametrize(
     ("way", "replicas"),
-    [({}, 4), ({"zero": 2, "zero_scope": "data"}, 2)],
+    [({}, 4), ({"zero": fxpipe.Zero(2, scope="data")}, 2)],
     ids=str,
 )
 def test_nodes_that_cut_data_groups_differently_do_not_matter_otherwise(way: dict[str, Any], replicas: int) -> None:

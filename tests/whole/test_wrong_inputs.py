@@ -58,8 +58,8 @@ compile(Chain(), TWO, example_args=(X,))
     RunError: example_args= and example_kwargs= are no batch of the model: missing inputs: y
 compile(Chain(), TWO, example_kwargs={"x": X, "z": Y})
     RunError: got an unexpected keyword argument 'z'
-compile(Chain(), TWO, bucket_cap_mb=inf)
-    RunError: bucket_cap_mb is inf; it is a size above 0
+compile(Chain(), TWO, zero=fxpipe.Zero(bucket_mb=inf))
+    RunError: fxpipe.Zero: bucket_mb is inf; it is a size above 0
 compile(Chain(), TWO, precision="bf16")
     RunError: precision is 'bf16'; it is fxpipe.Precision(...)
 compile(Chain(), TWO, checkpoint=Chain().state_dict())

@@ -136,7 +136,7 @@ class BatchCheck:
                 "nothing shared",
                 f"{what}: nobody can compare whether these ranks were given rows that belong together, for they have "
                 f"no input in common ({text}). Draw the rows of all of them with {_USE_SAMPLER}, or give all of them "
-                "the whole batch; compile(check_batches=False) leaves this check out",
+                "the whole batch; checks=fxpipe.Checks(batches=False) leaves this check out",
             )
 
     def _warn_of_equal_replicas(self, what: str, numbers: Mapping[str, int]) -> None:

@@ -133,11 +133,11 @@ class Steps:
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         in_context_group = topology.size("context") > 1 and transport.pipe_rank is not None
         self._items = ItemNumbers(transport, planning.items, in_context_group)
-        self._check = BatchCheck(transport, topology, options.check_batches)
+        self._check = BatchCheck(transport, topology, options.checks.batches)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         coordinate = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
         leads = not any(number for axis, number in coordinate.items() if ROLES[axis] == "tensor")
-        self.watch = Watch(transport, options.error_if_nonfinite, leads)
+        self.watch = Watch(transport, options.checks.nonfinite == "raise", leads)
         self.recorder = TimelineRecorder(transport, state.device)
         # a suffix of the announced call names
         self.which = f", of compile {transport.number}" if transport.number > 1 else ""
