@@ -310,8 +310,8 @@ class Watchdog:
         if self._hears_all:
             return tuple(rank for rank in ranks if rank != self.rank)
         ring = sorted({*ranks, self.rank})
-        place = ring.index(self.rank)
-        return tuple({ring[place - 1], ring[(place + 1) % len(ring)]} - {self.rank})
+        mine = ring.index(self.rank)
+        return tuple({ring[mine - 1], ring[(mine + 1) % len(ring)]} - {self.rank})
 
     def _heard(self, rank: int) -> Heard:
         return self._heartbeat.heard.get(rank, heartbeat.UNHEARD)
