@@ -165,7 +165,7 @@ class Heartbeat:
 
     def stop(self, stays_for: Collection[int], seconds: float = 3.0) -> None:
         """Publishes a last report, and ends. ``stays_for``: ranks that use this process's store, and must end first."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds + self.period - PERIOD
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)

@@ -89,6 +89,7 @@ class Watchdog:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()
         self._hears_all = self._size <= _CLOSE
         self._peers: Collection[int] = self._near(range(self._size))
+        self._fellows = self._peers  # in a large world the ranks of its groups
         self._topology: Topology | None = None
         self._pipe: Sequence[int] = ()
         self._left = False
@@ -119,6 +120,7 @@ class Watchdog:
         self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", BATCH))
         near = map(self._near, (range(self._size), self._pipe, data))
         self._heartbeat.wanted = self._peers = {*chain.from_iterable(near)}
+        self._fellows = self._peers if self._hears_all else {*self._pipe, *data} - {self.rank}
         here.forget(number)
         self._heartbeat.transports.add(number)
         self._heartbeat.refresh()
@@ -236,7 +238,7 @@ class Watchdog:
     def _leave(self) -> None:
         if self.is_mine():
             holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # may hold the store
-            self.stop(self._peers if holds else ())
+            self.stop(self._fellows if holds else ())
 
     def _report(self) -> Report:
         waiting, (where, since) = here.waiting, here.described()
