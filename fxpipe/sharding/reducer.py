@@ -181,7 +181,8 @@ class Reducer(Gradients):
         for bucket in self._live:
             if bucket.stage == action.stage and bucket.awaited is not None:
                 bucket.awaited.clear()
-        self._reduce_complete()
+        if self._queue:
+            self._reduce_complete()
 
     def flush(self) -> None:
         """Starts the sums that are left."""
@@ -258,6 +259,8 @@ class Reducer(Gradients):
 
     def awaited(self, stage: int) -> Waits:
         # The next forward waits for a bucket where it first uses it, so that gathers overlap with earlier computing.
+        if not self._buckets:
+            return {}
         under_way = [(bucket, member) for bucket in self._buckets if bucket.gathering for member in bucket.members]
         return {
             id(member.parameter): bucket.settle
