@@ -169,7 +169,7 @@ class Reducer(Gradients):
         return True
 
     def _reduce_complete(self) -> None:
-        while self._queue and self._queue[0].awaited == set():
+        while self._queue and self._queue[0].awaited is not None and not self._queue[0].awaited:
             bucket = self._queue.pop(0)
             bucket.awaited = None
             # ``flush`` starts sums over owners, in an order that is the same on all pipe ranks.
