@@ -212,7 +212,7 @@ class LossPart(NamedTuple):
     """The part of a micro-batch: its loss times its share, or the total and count of its ``Sum``; and its metrics."""
 
     value: Tensor
-    count: Tensor | None
+    count: Any
     metrics: Mapping[Column, Tensor]
     """In float64, which holds integers exactly up to 2^53."""
 

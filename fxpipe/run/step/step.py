@@ -108,7 +108,7 @@ class _PlanRecord:
     """(kind of batch, the asked outputs) → the form of the numbers in an evaluation's output."""
 
 
-class _Call(NamedTuple):
+class _AgreedCall(NamedTuple):
     """``shares``: each micro-batch's share of the step's weight. ``everyone``: all replicas' facts, once if equal."""
 
     agreed: AgreedBatch
@@ -324,7 +324,9 @@ class Steps:
             self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
             return None if outputs is None else self._output(call, result.results, outputs)
 
-    def _agree(self, calls: Sequence[Call], split_evenly: bool, training: bool, outputs: str | None = None) -> _Call:
+    def _agree(
+        self, calls: Sequence[Call], split_evenly: bool, training: bool, outputs: str | None = None
+    ) -> _AgreedCall:
         """Agrees on this call. If a replica refuses its batch, all ranks of all replicas raise an FxpipeError and can
         go on: nothing has changed."""
         self.failing.check_open()
@@ -358,7 +360,7 @@ class Steps:
         # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
-        return _Call(agreed, batches, shares, everyone)
+        return _AgreedCall(agreed, batches, shares, everyone)
 
     def _shared_rows(self, plan: Plan, training: bool) -> tuple[int, ...] | None:
         gradients = self._gradients
@@ -406,7 +408,7 @@ class Steps:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return record.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
-    def _input(self, call: _Call, is_cut: bool, training: bool, proves: bool = False) -> StepInput:
+    def _input(self, call: _AgreedCall, is_cut: bool, training: bool, proves: bool = False) -> StepInput:
         agreed, batches, shares, everyone = call
         self._renew_generators(agreed.plan.graphs)
         number, replica, precision = self.number, self.transport.data_rank, self._options.precision
@@ -515,7 +517,7 @@ class Steps:
         self._is_sum = is_sum
         return outcome
 
-    def _output(self, call: _Call, results: Mapping[int, Any], outputs: str) -> Any:
+    def _output(self, call: _AgreedCall, results: Mapping[int, Any], outputs: str) -> Any:
         """Joins the micro-batches' outputs to the whole batch's output."""
         agreed, shares = call.agreed, call.shares
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
