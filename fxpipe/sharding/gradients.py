@@ -226,7 +226,8 @@ class Gradients(ABC):
             # that the gradient completes starts now, or with the next gradient.
             hooks, me = handle.hooks_dict_ref(), alive()
             is_last = next(reversed(hooks)) == handle.id
-            hooks[handle.id] = hooks.pop(handle.id)
+            if not is_last:
+                hooks[handle.id] = hooks.pop(handle.id)
             if me is None:
                 return
             me._reduce_complete()

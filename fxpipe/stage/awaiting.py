@@ -36,8 +36,11 @@ def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a stage's function that waits for each parameter where it reads it. Functions other than captured code
     cannot do so: for these, all parameters are awaited first."""
-    waits, module = _waits.get({}), getattr(function, "__self__", None)
-    if waits and isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
+    waits = _waits.get(None)
+    if not waits:
+        return function
+    module = getattr(function, "__self__", None)
+    if isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
         return types.MethodType(function.__func__, _Reader(module, waits))
     _wait(waits, waits)
     return function
