@@ -38,7 +38,7 @@ from fxpipe.torch_compat import compiled_parts, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.trace.checks.on_fakes import shapes_of
-from fxpipe.trace.checks.row_check import rows_meet, warn_of_rows
+from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_rows
 from fxpipe.trace.checks.sizes import Family, changing, entries_between, outline, sizes_between, unlike
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region
@@ -373,9 +373,11 @@ class CaptureRun:
             raise
 
     def _look_for_rows(self, program: Program) -> None:
-        """Warns if the shapes of the first training capture show that rows of a micro-batch interact."""
+        """Warns if the first training capture shows that rows of a micro-batch interact. RunError for a sum of them."""
         pattern, batch_dim = self.pattern, self.options.batch_dim
         is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
+        if is_first and self.options.tracing.check:
+            check_reduction(program, pattern.microbatches)
         if self.shape is None or not is_first or not self.options.tracing.check or counted(batch_dim):
             return
         doubled = joined_description([self.shape] * 2, batch_dim)

@@ -442,6 +442,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_torchs_helpers()
         return self.state_to_fill(())
 
+    def _refuse_hook(self, *args: Any, **kw: Any) -> NoReturn:
+        raise RunError("state_dict() and load_state_dict() of this optimizer run no hooks; change the dict itself")
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
         with self._given_state():

@@ -574,3 +574,10 @@ def test_a_grad_scaler_is_refused() -> None:
     with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
         scaler.step(optimizer)
     torch.amp.GradScaler(DEVICE, enabled=False).step(optimizer)
+
+
+@pytest.mark.parametrize("when", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
+def test_hooks_on_state_dicts_are_refused(when: str) -> None:
+    optimizer = compiled(0).optimizer(torch.optim.SGD, lr=0.1)
+    with pytest.raises(RunError, match="run no hooks; change the dict itself"):
+        getattr(optimizer, f"register_{when}_hook")(lambda *_: None)

@@ -129,10 +129,9 @@ def rows_meet(program: Program, shapes: Mapping[str, Shapes], doubled: Mapping[s
 
 
 def check_reduction(program: Program, microbatches: int) -> None:
-    """RunError if a function with ``reduction="sum"`` returns the loss: a graph shows it without an example."""
-    *_, output = program.nodes
-    loss: Any = output.args[0]
-    if microbatches > 1 and isinstance(loss, torch.fx.Node) and loss.kwargs.get("reduction") == "sum":
+    """RunError if a function with ``reduction="sum"`` returns the loss: a graph shows this without an example."""
+    loss: Any = [*program.nodes][-1].args[0]
+    if isinstance(loss, torch.fx.Node) and loss.kwargs.get("reduction") == "sum":
         raise RunError(
             f"the loss is a sum over rows{where(loss)}. A step has the mean over its {microbatches} micro-batches, "
             f"1/{microbatches} of the sum over the batch. Return the mean over rows; or fxpipe.Sum(total, rows)"
