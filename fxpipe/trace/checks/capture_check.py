@@ -138,11 +138,14 @@ def check(
     with in_compute_dtype(request):
         for batches in pairs:
             trial = _Trial(graph, request, batches)
-            if why := trial.compare():
-                continue
-            if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
-                losses = Losses(trial.loss, batches, sample.batch_dim, trial.losses)
-                check_rows(losses, loss_weight, len(sample.batches), norms)
+            try:
+                if why := trial.compare():
+                    continue
+                if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
+                    losses = Losses(trial.loss, batches, sample.batch_dim, trial.losses)
+                    check_rows(losses, loss_weight, len(sample.batches), norms)
+            finally:
+                trial.start.restore()
             seen = "; batch statistics are those of a micro-batch" * norms
             return f"checked against the model on 2 micro-batches{seen}"
     return f"{NOT_CHECKED}: {why}"
@@ -201,21 +204,11 @@ GRADIENT, BUFFER, LOSS, COUNT = "the gradient of", "the buffer", "the loss", "th
 Seen = dict[Fact, Tensor | None]
 
 
-class _Suspect(NamedTuple):
-    """A value of the stages that is not close to the model's value. ``apart``: the largest difference; ``scale``: the
-    largest number of the model's value; ``difference``: both in words."""
-
-    kind: str
-    apart: float
-    scale: float
-    difference: str
-
-
 class _Trial:
     """The stages, the model, and the micro-batches on which both run.
 
-    At most two gradients of each parameter exist at a time: a micro-batch ends before the next begins, and a stages'
-    gradient that has all of the model's bits is freed as it arrives.
+    A micro-batch ends before the next begins, and a stage's gradient that equals the model's is freed as it arrives: a
+    copy of the parameters and one gradient of each exist at a time.
     """
 
     def __init__(self, graph: StageGraph, request: Request, batches: Sequence[Batch]) -> None:
@@ -225,47 +218,55 @@ class _Trial:
         """(micro-batch,) → the model's loss."""
         self._devices = gpus_of(request.roots)
         # Every run begins from this state and draws the same random numbers, so any difference comes from the capture.
-        self._start = State.of(request.roots, self._devices, request.generators)
+        self.start = State.of(request.roots, self._devices, request.generators)
         self._second: dict[Any, State] = {}
         """``model`` or ``stages`` → the state in which it begins the second micro-batch."""
         self._wanted = Seen()
         """The model's values on this micro-batch."""
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
         self._seed = 1.0  # the gradient of the stages' loss
-        self._suspects: list[_Suspect] = []
+        self._suspects: list[tuple[Fact, float, float, str]] = []
+        """Values that are not close: (name, largest difference, largest number of the model's value, both in words)."""
 
     @contextmanager
     def _from(self, state: State, rounding: Rounding | None = None) -> Iterator[None]:
-        """A context in the modes of a step that begins in this state. The model's state is restored afterwards."""
-        try:
-            if state is not self._start:
-                state.restore()
-            with as_in_a_step(self.request, self._devices if self._draws else None), rounding or nullcontext():
-                yield
-        finally:
-            self._start.restore()
+        """A context in the modes of a step that begins in this state."""
+        state.restore()
+        with as_in_a_step(self.request, self._devices if self._draws else None), rounding or nullcontext():
+            yield
 
     def run(self, call: Callable[[Batch, int], Seen], microbatch: int, rounding: Rounding | None = None) -> Seen:
         """Runs ``call`` on a micro-batch, the second in the state that the first left; returns values to compare."""
-        with self._from(self._second[call] if microbatch else self._start, rounding):
+        with self._from(self._second[call] if microbatch else self.start, rounding):
             seen = call(own(self.request, self.batches[microbatch]), microbatch)
             for name, buffer in self.request.module.named_buffers():
                 seen[Fact(BUFFER, name, microbatch)] = buffer.detach().clone()
             if call not in self._second:
-                before = self._start.numbers
+                before = self.start.numbers
                 self._second[call] = State.of(self.request.roots, self._devices, self.request.generators, before)
         return seen
 
     def compare(self) -> str:
-        """Compares stages and model; returns the reason why a micro-batch cannot be compared, or "".
+        """Returns the reason why a micro-batch cannot be compared, or "". TraceError for the first value of the stages
+        that differs from the model's by more than the rounding error of so many operators.
 
-        Raises:
-            TraceError: a value of the stages differs from the model's, or the stages fail where the model runs.
+        A gradient's scale is at least an eighth of the model's largest gradient: a gradient of 0 is only rounding.
         """
         why = self._compare_on(0) or self._compare_on(1)
-        if not why:
-            self._judge()
-        return why
+        if why or not self._suspects:
+            return why
+        # Both run again: the stages, to count their operators, and the model, for its largest gradient.
+        rounding, most, self._wanted = Rounding(), 0.0, Seen()
+        for microbatch in range(len(self.batches)):
+            self.run(self.stages, microbatch, rounding)
+            seen = self.run(self.model, microbatch).items()
+            most = max([most, *(largest(value) for fact, value in seen if fact.kind == GRADIENT)])
+            del seen
+        for fact, apart, scale, difference in self._suspects:
+            least = most / CONSTANT if fact.kind == GRADIENT else 0.0
+            if apart > rounding.tolerance * max(scale, least):
+                raise TraceError(f"{_WRONG}: {difference}; {_INSTEAD}")
+        return ""
 
     def _compare_on(self, microbatch: int) -> str:
         try:
@@ -285,8 +286,7 @@ class _Trial:
             raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
         for fact, right in wanted.items():
             if not is_close(mine := got.get(fact), right):
-                difference = self._difference(fact, mine, right)
-                self._suspects.append(_Suspect(fact.kind, gap(mine, right), largest(right), difference))
+                self._suspects.append((fact, gap(mine, right), largest(right), self._difference(fact, mine, right)))
         if self.request.training:
             value, count = (wanted.get(Fact(kind, "", microbatch)) for kind in (LOSS, COUNT))
             self.losses[microbatch,] = MicrobatchLoss(value, count, {})  # type: ignore[arg-type]
@@ -388,27 +388,8 @@ class _Trial:
 
     def loss(self, batch: Batch) -> MicrobatchLoss:
         """The model's loss of a batch, from the state and the random numbers with which each run begins."""
-        with self._from(self._start), torch.no_grad(), within(self.request.autocast):
+        with self._from(self.start), torch.no_grad(), within(self.request.autocast):
             return read_loss(self.request.call(own(self.request, batch)))
-
-    def _judge(self) -> None:
-        """TraceError for the first suspect that differs by more than the rounding error of so many operators.
-
-        A gradient's scale is at least an eighth of the model's largest gradient: a gradient of 0 is only rounding.
-        """
-        if not self._suspects:
-            return
-        # Both run again: the stages, to count their operators, and the model, for its largest gradient.
-        rounding, most, self._wanted = Rounding(), 0.0, Seen()
-        for microbatch in range(len(self.batches)):
-            self.run(self.stages, microbatch, rounding)
-            seen = self.run(self.model, microbatch).items()
-            most = max([most, *(largest(value) for fact, value in seen if fact.kind == GRADIENT)])
-            del seen
-        for kind, apart, scale, difference in self._suspects:
-            least = most / CONSTANT if kind == GRADIENT else 0.0
-            if apart > rounding.tolerance * max(scale, least):
-                raise TraceError(f"{_WRONG}: {difference}; {_INSTEAD}")
 
     def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
         owners = [stage.name for stage in self.graph if fact.name in stage.tensors]
