@@ -260,6 +260,18 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+@contextlib.contextmanager
+def gradients_through(hooks: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    """While this context is open, each hook replaces the gradient of its tensor."""
+    tables = [(tensor, tensor._backward_hooks, tensor.register_hook(hook)) for tensor, hook in hooks]
+    try:
+        yield
+    finally:
+        for tensor, before, handle in tables:
+            handle.remove()
+            tensor._backward_hooks = before  # for an empty table autograd would call Python in each backward
+
+
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
     own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]

@@ -30,6 +30,7 @@ from fxpipe.notebook import listed
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.progress import progress
+from fxpipe.schedules.no_gc import paused
 from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown
 from fxpipe.stage.modes import evaluating
@@ -147,6 +148,7 @@ class CaptureRun:
         self.options, self.balancing = self.captures.options, self.captures.balancing
         self.observed: list[Observed] = []  # what opaque regions did in real runs
 
+    @paused()
     def capture(self, free: frozenset[Place]) -> tuple[Captures, Captured]:
         """Returns the updated captures, and the stages of the first tracer whose stages pass the check. ``free``: the
         dimensions that may be symbolic."""

@@ -20,7 +20,6 @@ from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.program import Program
 from fxpipe.like import TensorLike
-from fxpipe.schedules.no_gc import paused
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import (
@@ -50,7 +49,6 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """The types of the values that a graph computes: tensors, and Python numbers that depend on tensors."""
 
 
-@paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError, with the user's line, for code that no graph can hold.
 
