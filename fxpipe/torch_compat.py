@@ -44,7 +44,8 @@ PRIVATE = {
     "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
     "ops.aten._make_dual.default ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._schema",
     "torch._C": "DisableTorchFunction PyTorchFileReader _disabled_torch_function_impl _get_mkldnn_enabled "
-    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled",
+    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled "
+    "_storage_Use_Count",
     "torch._functorch.apis": "vmap_impl",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensor "
@@ -126,6 +127,7 @@ MODULE_TABLES = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
 )
+HOOK_TABLES = [name for name in MODULE_TABLES if name.endswith("_hooks")]
 
 RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 """Caches of torch.nn's recurrent layers, which the layers rebuild when they do not fit."""
@@ -274,7 +276,7 @@ def gradients_through(hooks: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
-    own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
+    own = [vars(module)[name] for name in HOOK_TABLES]
     before, behind = module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks
     return *own, before, behind, module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks
 
@@ -293,6 +295,12 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
         if getattr(source, table) is None:
             setattr(source, table, OrderedDict())
         setattr(target, table, getattr(source, table))
+
+
+def holders_of(tensor: Tensor) -> tuple[object, object]:
+    """Counts C++'s references to a tensor, and those to its memory. Counts of a torch without them equal no others."""
+    count = getattr(tensor, "_use_count", object)
+    return count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

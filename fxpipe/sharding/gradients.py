@@ -187,6 +187,7 @@ class Gradients(ABC):
 
     # for an optimizer
 
+    @torch.no_grad()  # otherwise each local() of a DTensor is an autograd function
     def pieces(self) -> list[Piece]:
         """This rank's part of all parameters."""
         return [self._piece(name, parameter) for name, parameter in self._own.items()]
