@@ -265,7 +265,10 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 @contextlib.contextmanager
 def gradients_through(hooks: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
     """While this context is open, each hook replaces the gradient of its tensor."""
-    tables = [(tensor, tensor._backward_hooks, tensor.register_hook(hook)) for tensor, hook in hooks]
+    tables: list[Any] = [
+        (tensor, tensor._backward_hooks, tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        for tensor, hook in hooks
+    ]
     try:
         yield
     finally:

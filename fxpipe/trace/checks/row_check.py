@@ -57,8 +57,9 @@ class Losses:
     def mean(self, weights: Sequence[float], *groups: Sequence[int]) -> Tensor:
         """The weighted mean of these batches' losses; Σ total / Σ count of a ``Sum``."""
         parts = [self.of(*numbers) for numbers in groups]
-        if parts[0].count is not None:
-            return torch.stack([part.value for part in parts]).sum() / sum(part.count for part in parts)
+        if parts[0].count is not None:  # a Sum's totals and counts add up without weights
+            shares: Any = [part.count for part in parts]
+            return torch.stack([part.value for part in parts]).sum().div(sum(shares))
         return torch.stack([part.value * w for part, w in zip(parts, weights, strict=True)]).sum() / sum(weights)
 
 
