@@ -21,7 +21,8 @@ from fxpipe.errors import TraceError
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, fake_home
 from fxpipe.trace.user_line import LINE, current_line, definition, is_users
 
-Given, Made = TypeVar("Given"), TypeVar("Made")
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 KEEPS = "tracer='record' keeps it"
 UNREGISTERED = (
     "a tensor that needs a gradient and is no parameter of the model is used in forward, or in loss_fn",
@@ -122,11 +123,8 @@ def plain_modes(grad: bool) -> Iterator[None]:
 
 def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
     """A tracer that tells code that asks whether it is traced that it runs. If a line is refused, the line's file is
-    told the truth; if that does not help, all files are.
-
-    transformers' models make a mask of all positions if they are traced. In a run they look whether rows are padded or
-    packed. If not, attention needs no mask, and takes less time and memory.
-    """
+    told the truth; if that does not help, all files are. In a run transformers' models leave out a mask that hides
+    nothing, so that attention takes less time and memory."""
 
     def captured(given: Given) -> Made:
         traced: tuple[str, ...] = ()
@@ -152,8 +150,10 @@ def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[N
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_name in (name, "__getattr__"):  # wrappers of the question
             frame = frame.f_back
-        callers = (caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
-        if not is_users(frame.f_code.co_filename) or any(file.startswith(traced) for file in callers):
+        codes = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+        # for a warning, transformers would look for padding in the ids of each micro-batch
+        told = (code.co_filename.startswith(traced) or code.co_name.startswith("warn") for code in codes)
+        if not is_users(frame.f_code.co_filename) or any(told):
             return true()
         asked.append(name)
         return in_run
