@@ -756,7 +756,7 @@ def is_constant(value: Any) -> bool:
     return last is not None
 
 
-def read_constant(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+def computed(function: Callable[[Tensor], Any], value: Tensor) -> Any:
     """What a function such as ``bool`` returns for a constant in torch.export, which is computed; None for another
     tensor, and if the graph has written into a tensor so far."""
     last = _node_of(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import getitem
 from typing import Any, NamedTuple
 
@@ -443,10 +443,15 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle], is_co
 
 
 def _computed(value: Any) -> Any:
-    """The real tensor for a constant's value on the tape, by the operations that make it; other values as they are."""
-    if not isinstance(value, TapeValue) or not isinstance(maker := value.maker, Operation):
-        return value
-    args, kwargs = mapped((maker.args, maker.kwargs), _computed)
-    is_method = maker.kind == "call_method"
-    result = (getattr(args[0], maker.target) if is_method else maker.target)(*args[is_method:], **kwargs)
-    return reduce(getitem, value.path, result)
+    """The real tensor for a constant's value on the tape, by the operations that make it."""
+
+    @cache
+    def result(maker: Any) -> Any:
+        args, kwargs = mapped((maker.args, maker.kwargs), real)
+        is_method = maker.kind == "call_method"
+        return (getattr(args[0], maker.target) if is_method else maker.target)(*args[is_method:], **kwargs)
+
+    def real(leaf: Any) -> Any:
+        return reduce(getitem, leaf.path, result(leaf.maker)) if isinstance(leaf, TapeValue) else leaf
+
+    return real(value)
