@@ -345,6 +345,8 @@ CHECKS = (torch._assert, torch._assert_async)
 DISTRIBUTION_CHECKS = torch.distributions.Distribution, "_validate_args"
 """The attribute in which ``set_default_validate_args`` stores whether distributions check their arguments' values."""
 
+fake_home: Any = importlib.import_module("torch._subclasses")
+"""The module from which other libraries take the class ``FakeTensor``, to ask whether they are traced."""
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 CHECKPOINT_GENERATOR = next(
     name
@@ -775,3 +777,19 @@ def is_constant(value: Any) -> bool:
         seen.add(node)
         waiting += [before for before in node.all_input_nodes if before not in seen]
     return last is not None
+
+
+def computed(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+    """What a function such as ``bool`` returns for a constant in torch.export, which is computed; None for another
+    tensor, and if the graph has written into a tensor so far."""
+    last = _node_of(value)
+    if not is_constant(value) or any(getattr(schema_of(node.target), "is_mutable", False) for node in last.graph.nodes):
+        return None
+
+    @functools.cache
+    def run(node: Any) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), run)
+        return node.target(*args, **kwargs)
+
+    with no_function_modes(), no_dispatch_modes():
+        return function(run(last))

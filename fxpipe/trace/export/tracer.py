@@ -37,7 +37,7 @@ from fxpipe.trace.export.guard import RandomWatch, TracingGuard, refuse_random_n
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
 from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import refuse
+from fxpipe.trace.patching import as_in_run, refuse
 from fxpipe.trace.request import Place, Request, named
 from fxpipe.trace.user_line import is_torchs, line_of
 
@@ -81,6 +81,7 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
     return frozenset(dim for dim in request.varying if leaves[dim[0]][dim[1]].shape[dim[2]] in counts)
 
 
+@as_in_run
 def _export(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
