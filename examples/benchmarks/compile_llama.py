@@ -5,7 +5,7 @@
     python examples/benchmarks/compile_llama.py --before FOLDER      # an earlier checkout, in turns
 
 A model is cut in two, with 4 micro-batches of 2 rows of 32 tokens. Each figure is of a process of its own, forked from
-one that has imported everything and has compiled a small model. ``peak``: the resident memory that ``fxpipe.compile``
+one that has imported torch, transformers and fxpipe. ``peak``: the resident memory that ``fxpipe.compile``
 takes at most, over the parameters' bytes; where it is measured, freed memory goes back to the system at once.
 """
 
@@ -90,9 +90,7 @@ def forked(function: Callable[..., float], *given: Any) -> float:
 
 
 def figures(size: str) -> turns.Figures:
-    with contextlib.redirect_stderr(io.StringIO()):
-        compiled("2x16")()
-        exported("2x16")()
+    llama("2x16")  # imports transformers
     whole, plain = forked(seconds, compiled, size), forked(seconds, compiled, size, False)
     return {
         f"{size}: compile ÷ torch.export": whole / forked(seconds, exported, size),
