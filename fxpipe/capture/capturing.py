@@ -360,7 +360,7 @@ class CaptureRun:
             return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
 
         if isinstance(sample, str) or not self.options.tracing.check:  # the sample then only shows what regions do
-            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.CaptureRun(check=False)'}"
+            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.Tracing(check=False)'}"
         # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
         each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (self.this, self.this.for_any_shape())]

@@ -89,7 +89,7 @@ class Watchdog:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()
         self._hears_all = self._size <= _CLOSE
         self._peers: Collection[int] = self._near(range(self._size))
-        self._fellows = self._peers  # in a large world the ranks of its groups
+        self._fellows: Collection[int] = self._peers  # in a large world the ranks of its groups
         self._topology: Topology | None = None
         self._pipe: Sequence[int] = ()
         self._left = False
