@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from fxpipe.sharding.data_axis import ALIGNMENT, BucketLayout, Item, Kind, lay_out
+from fxpipe.sharding.data_axis import ALIGNMENT, BucketLayout, Item, BucketKind, lay_out
 
-PLAIN = Kind(stage=0, owners=(), whole=False, element=4)
-WHOLE = Kind(stage=0, owners=(), whole=True, element=4)
+PLAIN = BucketKind(stage=0, owners=(), whole=False, element=4)
+WHOLE = BucketKind(stage=0, owners=(), whole=True, element=4)
 
 
-def items(sizes: list[int], kind: Kind = PLAIN) -> list[Item]:
+def items(sizes: list[int], kind: BucketKind = PLAIN) -> list[Item]:
     return [Item(f"p{place}", size, kind) for place, size in enumerate(sizes)]
 
 
@@ -32,7 +32,7 @@ def test_what_is_larger_than_a_bucket_has_one_with_what_came_before_it() -> None
 
 
 def test_kinds_do_not_mix() -> None:
-    other = Kind(stage=1, owners=(), whole=False, element=4)
+    other = BucketKind(stage=1, owners=(), whole=False, element=4)
     mixed = [Item("a", 8, PLAIN), Item("b", 8, other), Item("c", 8, PLAIN), Item("d", 8, other)]
     assert names(lay_out(mixed, ranks=1, capacity=10**6, first=10**6)) == [["a", "c"], ["b", "d"]]
 
@@ -41,7 +41,7 @@ def test_kinds_do_not_mix() -> None:
 def test_slots_are_aligned_and_apart_and_sections_cover_the_bucket(seed: int, element: int) -> None:
     draw = random.Random(seed)
     ranks = draw.randint(1, 8)
-    kind = Kind(None, (), False, element)
+    kind = BucketKind(None, (), False, element)
     given = items([draw.choice([0, 1, 7, 64, 1000]) for _ in range(30)], kind)
     layouts = lay_out(given, ranks, capacity=draw.choice([1, 5000, 10**9]), first=1)
     assert sorted(itertools.chain(*names(layouts))) == sorted(item.name for item in given)
@@ -81,7 +81,7 @@ def test_whole_parameters_are_balanced_within_four_thirds_of_the_best(seed: int)
 
 
 def test_tied_parameters_go_to_the_same_rank_whatever_else_an_owner_has() -> None:
-    tied = Kind(None, (0, 2), True, 4)
+    tied = BucketKind(None, (0, 2), True, 4)
     shared = [Item("x", 30, tied), Item("y", 20, tied), Item("z", 10, tied)]
 
     def roots(others: list[int]) -> dict[str, int | None]:
