@@ -44,7 +44,8 @@ PRIVATE = {
     "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
     "ops.aten._make_dual.default ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._schema",
     "torch._C": "DisableTorchFunction PyTorchFileReader _disabled_torch_function_impl _get_mkldnn_enabled "
-    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled",
+    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled "
+    "_storage_Use_Count",
     "torch._functorch.apis": "vmap_impl",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensor "
@@ -126,6 +127,7 @@ MODULE_TABLES = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
 )
+HOOK_TABLES = [name for name in MODULE_TABLES if name.endswith("_hooks")]
 
 RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 """Caches of torch.nn's recurrent layers, which the layers rebuild when they do not fit."""
@@ -260,9 +262,24 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+@contextlib.contextmanager
+def gradients_through(hooks: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    """While this context is open, each hook replaces the gradient of its tensor."""
+    tables: list[Any] = [
+        (tensor, tensor._backward_hooks, tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+        for tensor, hook in hooks
+    ]
+    try:
+        yield
+    finally:
+        for tensor, before, handle in tables:
+            handle.remove()
+            tensor._backward_hooks = before  # for an empty table autograd would call Python in each backward
+
+
 def hook_tables(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
     """The hook tables that ``nn.Module.__call__`` checks before it calls only ``forward``; always the same objects."""
-    own = [vars(module)[name] for name in MODULE_TABLES if name.endswith("_hooks")]
+    own = [vars(module)[name] for name in HOOK_TABLES]
     before, behind = module_calls._global_forward_pre_hooks, module_calls._global_forward_hooks
     return *own, before, behind, module_calls._global_backward_pre_hooks, module_calls._global_backward_hooks
 
@@ -281,6 +298,12 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
         if getattr(source, table) is None:
             setattr(source, table, OrderedDict())
         setattr(target, table, getattr(source, table))
+
+
+def holders_of(tensor: Tensor) -> tuple[object, object]:
+    """Counts C++'s references to a tensor, and those to its memory. Counts of a torch without them equal no others."""
+    count = getattr(tensor, "_use_count", object)
+    return count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,6 +345,8 @@ CHECKS = (torch._assert, torch._assert_async)
 DISTRIBUTION_CHECKS = torch.distributions.Distribution, "_validate_args"
 """The attribute in which ``set_default_validate_args`` stores whether distributions check their arguments' values."""
 
+fake_home: Any = importlib.import_module("torch._subclasses")
+"""The module from which other libraries take the class ``FakeTensor``, to ask whether they are traced."""
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")
 CHECKPOINT_GENERATOR = next(
     name
@@ -752,3 +777,19 @@ def is_constant(value: Any) -> bool:
         seen.add(node)
         waiting += [before for before in node.all_input_nodes if before not in seen]
     return last is not None
+
+
+def computed(function: Callable[[Tensor], Any], value: Tensor) -> Any:
+    """What a function such as ``bool`` returns for a constant in torch.export, which is computed; None for another
+    tensor, and if the graph has written into a tensor so far."""
+    last = _node_of(value)
+    if not is_constant(value) or any(getattr(schema_of(node.target), "is_mutable", False) for node in last.graph.nodes):
+        return None
+
+    @functools.cache
+    def run(node: Any) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), run)
+        return node.target(*args, **kwargs)
+
+    with no_function_modes(), no_dispatch_modes():
+        return function(run(last))

@@ -120,7 +120,8 @@ def written(program: Program, node: Node) -> list[Node]:
         module = program.attribute(node)
         indices = module.overwrites if isinstance(module, OpaqueCall) else [0] * bool(getattr(module, "inplace", False))
         return [source for index in indices for source in nodes_in(node.args[index])]
-    if not node.op.startswith("call_") or is_number(node):
+    only_reads = isinstance(node.target, OpOverload) and _only_reads(node.target)
+    if only_reads or not node.op.startswith("call_") or is_number(node):
         return []
     name = operator_name(node)
     if node.target in _IN_PLACE_OPERATORS or name in _IN_PLACE_METHODS or is_item_write(node):
@@ -134,6 +135,14 @@ def written(program: Program, node: Node) -> list[Node]:
     if name in ("embedding", "embedding_bag") and arguments.get("max_norm") is not None:
         targets += nodes_in(arguments["weight"])
     return list(dict.fromkeys(targets))
+
+
+@cache
+def _only_reads(operator: OpOverload) -> bool:
+    """Whether no call of an operator writes an argument, by its schema."""
+    may = ("inplace", "running_mean", "max_norm")
+    arguments = schema_of(operator).arguments
+    return not any(a.name in may or (a.alias_info is not None and a.alias_info.is_write) for a in arguments)
 
 
 def written_now(program: Program, node: Node) -> list[Node]:

@@ -1,6 +1,6 @@
 """Process groups that a rank opens: calls of torch's ``new_group``, connections, and splits of NCCL's world.
 
-    python examples/benchmarks/groups.py [--pipe 16 --data 1024] [--before FOLDER]      10 s
+    python examples/benchmarks/groups.py [--pipe 16 --data 1024] [--before FOLDER]      10 s, or a minute
 
 ``git worktree add FOLDER 02fdfe7a`` makes the checkout before a rank made only the groups that it is in. torch's fake
 backend stands for the other processes. Their meeting and the watchdog are left out. gloo connects each rank of a group

@@ -3,12 +3,15 @@
     python examples/benchmarks/overhead.py                    # 1, 2 and 4 processes: 1F1B, GPipe, interleaved 1F1B
     python examples/benchmarks/overhead.py --ranks 2 --schedule 1f1b --rounds 41
     python examples/benchmarks/overhead.py --json figures.json
+    python examples/benchmarks/overhead.py --ranks 1 --schedule 1f1b --before FOLDER   # an earlier checkout, in turns
 
 A chain of ``Linear(8, 8)``, one or (interleaved) two stages a rank, 64 micro-batches of 4 rows, so that next to
 nothing is computed. The contestants take turns in the same processes, a step each, a different one first each round.
 Told are, per micro-batch, the wall time of the slowest rank and the processor time of all ranks together: medians over
 the rounds, with quartiles, and their ratio to torch's and to the loop by hand. That one is 1F1B with the next receive
-posted before an action runs, and nothing else; on one rank it is the plain loop. ``host`` is fxpipe in one process that
+posted before an action runs, and nothing else; on one rank it is the plain loop. By default torch's schedule also
+keeps and concatenates the last stage's outputs, which fxpipe's step does not: ``torch, no outputs`` is called with
+``return_outputs=False``. ``host`` is fxpipe in one process that
 plays all the ranks, over a transport that moves nothing: what its Python takes, for each action.
 """
 
@@ -26,11 +29,14 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from turns import in_turns as checkouts_in_turns
+from turns import table
 
 import fxpipe
 
 WIDTH, ROWS, MICROBATCHES = 8, 4, 64
 TORCHS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe, "interleaved_1f1b": ScheduleInterleaved1F1B}
+OTHERS = ("torch", "torch, no outputs", "by hand")
 Step = Callable[[Tensor], object]
 
 
@@ -64,7 +70,7 @@ def by_fxpipe(schedule: str, ranks: int, close: list[Any]) -> Step:
     return one
 
 
-def by_torch(schedule: str, ranks: int) -> Step:
+def by_torch(schedule: str, ranks: int, **options: bool) -> Step:
     rank, count = dist.get_rank(), stages_of(schedule, ranks)
     device = torch.device("cpu")
     stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), place, count, device) for place in range(rank, count, ranks)]
@@ -73,7 +79,7 @@ def by_torch(schedule: str, ranks: int) -> Step:
     target = torch.zeros(MICROBATCHES * ROWS, WIDTH)
 
     def step(x: Tensor) -> object:
-        return made.step(*([x] if first else []), **({"target": target} if last else {}))
+        return made.step(*([x] if first else []), **({"target": target} if last else {}), **options)
 
     return step
 
@@ -187,7 +193,11 @@ def run(ranks: int, schedule: str, rounds: int, path: str) -> None:
     torch.set_num_threads(1)
     fxpipe.init()
     close: list[Any] = []
-    steps: dict[str, Step] = {"fxpipe": by_fxpipe(schedule, ranks, close), "torch": by_torch(schedule, ranks)}
+    steps: dict[str, Step] = {
+        "fxpipe": by_fxpipe(schedule, ranks, close),
+        "torch": by_torch(schedule, ranks),
+        "torch, no outputs": by_torch(schedule, ranks, return_outputs=False),
+    }
     if schedule == "1f1b":
         steps["by hand"] = by_hand(ranks, dist.get_rank(), nn.Linear(WIDTH, WIDTH), (ROWS, WIDTH))
     x = torch.ones(MICROBATCHES * ROWS, WIDTH)  # the same on all ranks
@@ -239,7 +249,7 @@ def rows_of(ranks: int, schedule: str, took: dict[str, list[Took]]) -> list[dict
             mine = [getattr(Took(*one), what) / MICROBATCHES * 1e6 for one in times]
             low, middle, high = statistics.quantiles(mine, n=4)
             row[what], row[f"{what}_quartiles"] = middle, (low, high)
-            for other in ("torch", "by hand"):
+            for other in OTHERS:
                 if other in took:
                     theirs = statistics.median(getattr(Took(*one), what) for one in took[other]) / MICROBATCHES * 1e6
                     row[f"{what}_vs_{other}"] = middle / theirs
@@ -249,13 +259,14 @@ def rows_of(ranks: int, schedule: str, took: dict[str, list[Took]]) -> list[dict
 
 def shown(rows: list[dict[str, Any]]) -> str:
     def cells(row: dict[str, Any], what: str) -> list[str]:
-        """The median, the quartiles and the two ratios."""
+        """The median, the quartiles and the ratios."""
         low, high = row[f"{what}_quartiles"]
-        ratios = [row.get(f"{what}_vs_{other}") for other in ("torch", "by hand")]
+        ratios = [row.get(f"{what}_vs_{other}") for other in OTHERS]
         return [f"{row[what]:.0f}", f"{low:.0f}-{high:.0f}", *("" if one is None else f"{one:.2f}" for one in ratios)]
 
     grid = [[row["ranks"], row["schedule"], row["what"], *cells(row, "wall"), *cells(row, "processor")] for row in rows]
-    head = ["wall µs", "quartiles", "÷ torch", "÷ hand", "processor µs", "quartiles", "÷ torch", "÷ hand"]
+    ratios = [f"÷ {other}" for other in OTHERS]
+    head = ["wall µs", "quartiles", *ratios, "processor µs", "quartiles", *ratios]
     return tabulate(grid, headers=["ranks", "schedule", "", *head], disable_numparse=True)
 
 
@@ -265,7 +276,14 @@ def main() -> None:
     parser.add_argument("--schedule", nargs="*", default=list(TORCHS), choices=list(TORCHS))
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--json", help="a file for the figures")
+    parser.add_argument("--before", type=Path, help="a folder with an earlier checkout, to measure in turns")
+    parser.add_argument("--figures", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.before:
+        options = ["--ranks", *map(str, arguments.ranks), "--schedule", *arguments.schedule, "--figures"]
+        print("processor µs a micro-batch")
+        print(table(checkouts_in_turns(__file__, options, arguments.before, rounds=5)))
+        return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in arguments.ranks:
@@ -273,6 +291,13 @@ def main() -> None:
                 path = f"{folder}/{ranks}{schedule}.json"
                 fxpipe.launch(run, ranks, ranks, schedule, arguments.rounds, path)
                 rows += rows_of(ranks, schedule, json.loads(Path(path).read_text()))
+    if arguments.figures:
+        keys = {"": "processor"} | {f" ÷ {other}": f"processor_vs_{other}" for other in OTHERS}
+        own = [row for row in rows if row["what"] == "fxpipe"]
+        names = {f"{row['ranks']} {row['schedule']}": row for row in own}
+        figures = {f"{name}{end}": row[key] for name, row in names.items() for end, key in keys.items() if key in row}
+        print(json.dumps(figures))
+        return
     hosts = {ranks: host(ranks, arguments.rounds) for ranks in arguments.ranks}
     print(shown(rows))
     for ranks, figures in hosts.items():

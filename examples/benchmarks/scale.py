@@ -4,6 +4,7 @@
     python examples/benchmarks/scale.py preview --ranks 131072 --layers 32
     python examples/benchmarks/scale.py schedule                    # 1F1B of 512 stages × 2,048 micro-batches: 20 s
     python examples/benchmarks/scale.py schedule --before FOLDER --rounds 3
+    python examples/benchmarks/scale.py heartbeat --before FOLDER   # what ranks ask of the store of rank 0: 1 minute
 
 ``preview``: pipe 16 × tensor 8 × data, on the meta device, with the costs of an H100. ``schedule``: the
 table of a chain with a rank for each stage, built and verified. ``--before FOLDER`` measures an earlier checkout in
@@ -14,11 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from turns import Figures, in_turns, table
 
@@ -61,7 +66,88 @@ def schedule(arguments: argparse.Namespace) -> Figures:
     return {"actions": sum(map(len, table.rows)), "seconds": seconds, "MiB": (most - idle) / 2**10}
 
 
-WHAT: dict[str, Callable[[argparse.Namespace], Figures]] = {"preview": preview, "schedule": schedule}
+def heartbeat(arguments: argparse.Namespace) -> Figures:
+    """What all ranks together ask of the store in a second: MB, and the part of a core that its process takes.
+
+    One rank of pipe 16 × data N / 16 exchanges as often as it can with the store of a process of its own, in which its
+    peers have reports like its own. A world's figures are this rank's times N, divided by the period.
+    """
+    import torch.distributed as dist
+
+    import fxpipe
+    from fxpipe.distributed.activity import Call, here, phase
+    from fxpipe.distributed.watchdog import Watchdog
+
+    server, store = store_of_its_own()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    figures = {}
+    for size in (16, 64, 1024, 16384):
+        with mock.patch.object(dist, "get_world_size", lambda size=size: size), phase("forward_backward, step 1234"):
+            watchdog = Watchdog()
+            watchdog.take_up(1, fxpipe.Topology([("pipe", min(16, size // 2)), ("data", max(2, size // 16))]))
+        here.calls = tuple(Call(i, i, f"forward_backward, step {1219 + i}") for i in range(16))
+        beats = watchdog._heartbeat
+        beats.refresh()
+        for peer in beats.wanted:
+            beats._store.set(f"rank/{peer}", beats._store.get("rank/0"))
+        counted = beats._store = Counted(beats._store)
+        beats._thread.join(0)
+        exchanges = 200 + 100_000 // (10 + len(beats.wanted))
+        beats._exchange()
+        counted.bytes, before = 0, seconds_of(server)
+        for number in range(exchanges):
+            here.calls = (*here.calls[1:], Call(number, number, f"forward_backward, step {number}"))
+            beats._exchange()
+        each = size / getattr(beats, "period", getattr(beats, "_period", 0.0)) / exchanges
+        figures[f"{size} ranks: MB/s"] = each * counted.bytes / 1e6
+        figures[f"{size} ranks: part of a core"] = each * (seconds_of(server) - before)
+        watchdog.stop()
+    dist.destroy_process_group()
+    os.kill(server, signal.SIGKILL)
+    os.waitpid(server, 0)
+    return figures
+
+
+class Counted:
+    """A store that counts the bytes of values that pass, both ways."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.bytes = store, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            result = getattr(self._store, name)(*given)
+            values = [*given[1:], *(result if isinstance(result, list) else [result])]
+            self.bytes += sum(len(value) for value in values if isinstance(value, bytes))
+            return result
+
+        return call
+
+
+def store_of_its_own() -> tuple[int, Any]:
+    """The number of a process that serves a store, and a client of it."""
+    from torch.distributed import TCPStore
+
+    receiver, sender = os.pipe()
+    server = os.fork()
+    if not server:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        os.write(sender, str(store.port).encode())
+        signal.pause()
+    return server, TCPStore("127.0.0.1", int(os.read(receiver, 9)), None, False, wait_for_workers=False)
+
+
+def seconds_of(process: int) -> float:
+    """The processor seconds that a process has taken."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+WHAT: dict[str, Callable[[argparse.Namespace], Figures]] = {
+    "preview": preview,
+    "schedule": schedule,
+    "heartbeat": heartbeat,
+}
 
 
 def parsed() -> tuple[argparse.Namespace, list[str]]:

@@ -30,6 +30,7 @@ from fxpipe.notebook import listed
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.progress import progress
+from fxpipe.schedules.no_gc import paused
 from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown
 from fxpipe.stage.modes import evaluating
@@ -38,7 +39,7 @@ from fxpipe.torch_compat import compiled_parts, pytree
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.trace.checks.on_fakes import shapes_of
-from fxpipe.trace.checks.row_check import rows_meet, warn_of_rows
+from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_rows
 from fxpipe.trace.checks.sizes import Family, changing, entries_between, outline, sizes_between, unlike
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region
@@ -147,6 +148,7 @@ class CaptureRun:
         self.options, self.balancing = self.captures.options, self.captures.balancing
         self.observed: list[Observed] = []  # what opaque regions did in real runs
 
+    @paused()
     def capture(self, free: frozenset[Place]) -> tuple[Captures, Captured]:
         """Returns the updated captures, and the stages of the first tracer whose stages pass the check. ``free``: the
         dimensions that may be symbolic."""
@@ -358,7 +360,7 @@ class CaptureRun:
             return set(captured.answers) <= set(self.captures.questions.answers(batch) if captured.answers else ())
 
         if isinstance(sample, str) or not self.options.tracing.check:  # the sample then only shows what regions do
-            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.CaptureRun(check=False)'}"
+            return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.Tracing(check=False)'}"
         # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
         each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (self.this, self.this.for_any_shape())]
@@ -373,9 +375,11 @@ class CaptureRun:
             raise
 
     def _look_for_rows(self, program: Program) -> None:
-        """Warns if the shapes of the first training capture show that rows of a micro-batch interact."""
+        """Warns if the first training capture shows that rows of a micro-batch interact. RunError for a sum of them."""
         pattern, batch_dim = self.pattern, self.options.batch_dim
         is_first = self.captures.first is None and pattern.training and pattern.microbatches > 1
+        if is_first and self.options.tracing.check:
+            check_reduction(program, pattern.microbatches)
         if self.shape is None or not is_first or not self.options.tracing.check or counted(batch_dim):
             return
         doubled = joined_description([self.shape] * 2, batch_dim)

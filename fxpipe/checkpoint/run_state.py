@@ -255,7 +255,7 @@ class PlainOptimizer:
 
     def _initial(self, parameter: Tensor, options: Mapping[str, Any]) -> Entry:
         """The state with which a parameter's first step begins."""
-        return initial_state(self._like_it, options, parameter.detach())
+        return initial_state(self._like_it, options, parameter.detach(), kind=type(self._optimizer))
 
     def _like_it(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """A new optimizer of the same class, without state, hooks and the schedulers' wrapper of ``step``."""

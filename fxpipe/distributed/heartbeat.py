@@ -1,6 +1,8 @@
 """Heartbeat: the ranks of a world publish reports of their state through a store, in the background.
 
-A thread exchanges the reports: the store does not answer while its process is stopped, and then only this thread waits.
+All ranks use one store, so each asks for little: the reports of some ranks, and whether a run ends; for the names of
+calls, and further reports, once a wait is late. A thread does so: the store does not answer while its process is
+stopped, and then only this thread waits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import socket
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,19 +22,18 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from fxpipe.distributed.activity import Call
+from fxpipe.distributed.activity import Call, here
 from fxpipe.plain_data import decode, encode
 from fxpipe.torch_compat import connection_of
 
 PERIOD = 0.5
-"""Seconds between two exchanges."""
-# Seconds between exchanges per rank of a large world: all ranks access the same store.
-_PER_RANK = 0.0005
+"""Seconds between two exchanges, in a world of at most ``PERIOD / _PER_RANK`` ranks."""
+_PER_RANK = 0.0005  # seconds between exchanges per rank of a larger world
 _CONNECT = 2.0  # seconds to reach a store that was lost
 _LONGEST_PAUSE = 10.0  # seconds until the next attempt
 
 SILENT = 5.0
-"""Seconds without a new report after which a rank is called silent."""
+"""Seconds without a new report after which a rank is called silent; at least three periods."""
 PROGRAM = 0
 """The number, instead of a transport's, under which a rank reports that its program ends with an error."""
 
@@ -57,7 +59,7 @@ class Ending(NamedTuple):
 class Report(NamedTuple):
     """A rank's state. ``where``: a text that follows the rank's number; ``age``: the state's duration in seconds.
     ``waits_for``: the awaited event; ``ranks``: the awaited ranks. ``extends``: whether others extend their timeout.
-    ``left``: its program has ended. ``calls``: the last calls since ``epoch``. ``beat``: the number of the report."""
+    ``left``: its program has ended. ``calls``: a digest of its calls. ``beat``: the number of the report."""
 
     process: ProcessId
     where: str
@@ -66,21 +68,22 @@ class Report(NamedTuple):
     ranks: tuple[int, ...]
     extends: bool
     left: bool
-    epoch: int
-    calls: tuple[Call, ...]
+    calls: int = 0
     beat: int = 0
 
 
 class Heard(NamedTuple):
-    """The last report of a rank; ``at``: the monotonic time in seconds at which this rank received it."""
+    """The last report of a rank; ``at``: the monotonic time in seconds at which this rank received it; ``limit``: the
+    seconds after which the rank is silent."""
 
     report: Report
     at: float
+    limit: float = SILENT
 
     @property
     def is_silent(self) -> bool:
-        """Whether no new report has come for ``SILENT`` seconds."""
-        return time.monotonic() - self.at > SILENT
+        """Whether no new report has come for ``limit`` seconds."""
+        return time.monotonic() - self.at > self.limit
 
     @property
     def waits(self) -> bool:
@@ -104,10 +107,10 @@ class Heard(NamedTuple):
         last = f"{report.where}, {report.age:.0f} s"
         if system == "stopped":
             return f"is stopped, as by SIGSTOP; its last report: {last}"
-        return f"is silent, {silence:.0f} s; its last report: {last}" if silence > SILENT else last
+        return f"is silent, {silence:.0f} s; its last report: {last}" if silence > self.limit else last
 
 
-UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False, -1, ()), float("-inf"))
+UNHEARD = Heard(Report(ProcessId("", 0, 0), "", 0.0, "", (), False, False), float("-inf"))
 
 
 class Heartbeat:
@@ -118,16 +121,24 @@ class Heartbeat:
     ) -> None:
         self._connect(store)
         self._rank, self._report = rank, report
-        self._period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
+        self.period, world = max(PERIOD, _PER_RANK * size), dist.group.WORLD
+        self.silent = max(SILENT, 3 * self.period)
         # A weak reference, so that a destroyed world can be freed.
         self._world = weakref.ref(world) if world is not None else lambda: None
         self._broken, self._stopping, self._beat = False, False, 0
         self._wake, self._exchanged = threading.Event(), threading.Condition()
         self._unsent: dict[int, Ending] = {}
         self.wanted = wanted
+        self.awaited: Collection[int] | None = None
+        """The ranks that a late wait is for, which are heard, too; None if no wait is late."""
         self.transports = {PROGRAM}
         """The numbers of the open transports."""
         self.heard: dict[int, Heard] = {}
+        self.calls: dict[int, tuple[int, tuple[Call, ...]]] = {}
+        """Rank → the number of a transport, and the last calls since; of ranks that a late wait has asked."""
+        self._read: dict[int, int] = {}  # rank → the digest of its calls that were read
+        self.extended_at, self._extensions = float("-inf"), 0
+        """The monotonic time in seconds at which a late wait saw a rank that captures, compiles or saves."""
         self.endings: dict[int, Ending] = {}
         """Transport number → why the transport ends."""
         self.began = 0.0
@@ -154,7 +165,7 @@ class Heartbeat:
 
     def stop(self, stays_for: Collection[int], seconds: float = 3.0) -> None:
         """Publishes a last report, and ends. ``stays_for``: ranks that use this process's store, and must end first."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds + self.period - PERIOD
         self._stopping = True
         self._wake.set()
         self._thread.join(seconds)
@@ -171,7 +182,7 @@ class Heartbeat:
                 threading.Event().wait(0.05)
 
     def _run(self) -> None:
-        pause = self._period
+        pause = self.period
         while not (self._broken and self._stopping):
             began, stopping = time.monotonic(), self._stopping
             try:
@@ -181,7 +192,7 @@ class Heartbeat:
                         socket.create_connection(self._address, _CONNECT).close()
                         self._connect(self._own)
                     self._exchange()
-                self._broken, pause = False, self._period
+                self._broken, pause = False, self.period
             except (RuntimeError, OSError):  # the process that holds the store is gone, or cannot be reached
                 self._broken, pause = True, min(2 * pause, _LONGEST_PAUSE)
             with self._exchanged:
@@ -194,7 +205,7 @@ class Heartbeat:
 
     def _connect(self, store: Any) -> None:
         """Opens a separate connection to the store, since a wait on a shared connection blocks its other users."""
-        self._own = store.clone()
+        self._own, self._digest = store.clone(), 0  # a new connection publishes the calls again
         self._store: Any = PrefixStore("fxpipe", self._own)  # the store's values are bytes, unlike its annotations
         with connection_of(self._own) or contextlib.nullcontext() as connection:
             self._address = None if connection is None else connection.getpeername()[:2]
@@ -203,28 +214,52 @@ class Heartbeat:
         while self._unsent:
             number, ending = next(iter(self._unsent.items()))
             self._store.compare_set(f"{number}/ending", "", encode(ending))
+            self._store.add("endings", 1)
             del self._unsent[number]
+        if not self._beat:
+            self._store.add("endings", 0)  # so that the key exists
         self._beat += 1
-        self._store.set(_place(self._rank), encode(self._report()._replace(beat=self._beat)))
+        # Calls before the report that has their digest.
+        calls = encode((here.epoch, here.calls))
+        if self._digest != (digest := zlib.crc32(calls)):
+            self._store.set(f"calls/{self._rank}", calls)
+            self._digest = digest
+        report = self._report()._replace(calls=digest, beat=self._beat)
+        self._store.set(f"rank/{self._rank}", encode(report))
+        if report.extends:
+            self._store.add("extensions", 1)
         if self._stopping:  # skip the reads, which might take long
             return
         # Read reports before endings: a rank publishes its ending before it exits, so a rank that is seen as gone here
         # has its ending read in this exchange at the latest.
-        self._hear(self.wanted)
-        for number in self.transports - self.endings.keys():
+        awaited = self.awaited
+        any_ends = self._hear({*self.wanted, *(awaited or ())})
+        if awaited is not None:
+            self._ask()
+        for number in self.transports - self.endings.keys() if any_ends else ():
             if self._store.check([f"{number}/ending"]):
                 self.endings[number] = decode(self._store.get(f"{number}/ending"), "a rank")
 
-    def _hear(self, ranks: Collection[int]) -> None:
-        there = [rank for rank in ranks if rank in self.heard or self._store.check([_place(rank)])]
-        for rank, text in zip(there, self._store.multi_get(list(map(_place, there))) if there else (), strict=True):
+    def _hear(self, ranks: Collection[int]) -> bool:
+        """Reads the reports of these ranks; returns whether any transport of any rank has ended with an error."""
+        there = [rank for rank in ranks if rank in self.heard or self._store.check([f"rank/{rank}"])]
+        heard = {}
+        *texts, endings = self._store.multi_get([*(f"rank/{rank}" for rank in there), "endings"])
+        for rank, text in zip(there, texts, strict=True):
             report: Report = decode(text, f"rank {rank}")
-            if self.heard.get(rank, UNHEARD).report.beat != report.beat:
-                self.heard[rank] = Heard(report, time.monotonic())
+            last = self.heard.get(rank, UNHEARD)
+            heard[rank] = last if last.report.beat == report.beat else Heard(report, time.monotonic(), self.silent)
+        self.heard = heard  # only ranks that are read still: others would seem silent
+        return bool(endings != b"0")
 
-
-def _place(rank: int) -> str:
-    return f"rank/{rank}"
+    def _ask(self) -> None:
+        """Reads the calls of ranks whose calls are others than this rank's, and whether any rank extends waits."""
+        for rank, (report, *_) in self.heard.items():
+            if report.calls not in (0, self._digest, self._read.get(rank)):
+                self.calls[rank] = decode(self._store.get(f"calls/{rank}"), f"rank {rank}")
+                self._read[rank] = report.calls
+        if self._extensions != (count := self._store.add("extensions", 0)):
+            self.extended_at, self._extensions = time.monotonic(), count
 
 
 # --- the state of a process on this machine

@@ -108,7 +108,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock
+        self._clock, self.is_on = clock, clock is not None
         self._now = clock.mark if clock else None
         self._moments: list[Any] = []
         self._actions: list[Action] = []

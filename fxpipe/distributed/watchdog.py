@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from fxpipe.distributed import heartbeat
 from fxpipe.distributed.activity import Waiting, first_difference, here
 from fxpipe.distributed.grid import BATCH
-from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, SILENT, Ending, Heard, Heartbeat, Report
+from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, describe_error, printable
 from fxpipe.torch_compat import default_store
@@ -74,7 +75,7 @@ EXTENSION = 12
 """The most timeouts by which a wait is extended while other ranks capture, compile or save."""
 _SOON = 0.01  # seconds between two checks after a connection broke: launchers end the other processes soon
 _LEFT = 5.0  # seconds after which a wait for a rank whose program has ended fails
-_CLOSE = 64  # the most ranks of a world in which a rank watches all others, and not only its groups
+_CLOSE = 64  # the most ranks of a world in which a rank watches all others, and not only neighbours
 _SHOWN = 3  # the most ranks that a message describes
 _COMPARED, _LONGEST = 4, 200  # the most facts and ranks, and characters of a value, in a message on differences
 _TIMED_OUT = "Timed out waiting"  # gloo's text
@@ -86,7 +87,9 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), heartbeat.this_process()
-        self._peers: tuple[int, ...] = tuple(r for r in range(min(self._size, _CLOSE)) if r != self.rank)
+        self._hears_all = self._size <= _CLOSE
+        self._peers: Collection[int] = self._near(range(self._size))
+        self._fellows: Collection[int] = self._peers  # in a large world the ranks of its groups
         self._topology: Topology | None = None
         self._pipe: Sequence[int] = ()
         self._left = False
@@ -115,8 +118,9 @@ class Watchdog:
         """Starts watching transport ``number`` with this topology."""
         self._topology = topology
         self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", BATCH))
-        if self._size > _CLOSE:
-            self._heartbeat.wanted = self._peers = tuple({*self._pipe, *data} - {self.rank})
+        near = map(self._near, (range(self._size), self._pipe, data))
+        self._heartbeat.wanted = self._peers = {*chain.from_iterable(near)}
+        self._fellows = self._peers if self._hears_all else {*self._pipe, *data} - {self.rank}
         here.forget(number)
         self._heartbeat.transports.add(number)
         self._heartbeat.refresh()
@@ -146,8 +150,10 @@ class Watchdog:
         torch's error."""
         # The end of a rank shows at once, its reason only at the next exchange: hence repeated checks. A stopped rank
         # reports nothing.
-        until, others = time.monotonic() + seconds, ranks or self._peers
+        until, ranks = time.monotonic() + max(seconds, self._heartbeat.silent), self._near(ranks)
+        others = ranks or self._peers
         while (ending := self.verdict(number)) is None:
+            self._heartbeat.awaited = ranks
             self._lost(ranks, 0.0)  # records the time: only an exchange that begins later has read the last report
             self._heartbeat.refresh()
             if (ending := self.verdict(number) or self._lost(ranks, 0.0)) is not None:
@@ -157,7 +163,7 @@ class Watchdog:
                 quiet = quiet or [rank for rank in others if self._heard(rank).is_silent]
                 text = "; ".join(["a connection broke", *self._described(quiet or ranks), *filter(None, [reason])])
                 return Ending(text, tuple(quiet))
-            self._stopping.wait(_SOON)
+            self._stopping.wait(_SOON if self._hears_all else self._heartbeat.period)
         return ending
 
     def message(self, ending: Ending, waited_for: str) -> str:
@@ -215,7 +221,7 @@ class Watchdog:
         while time.monotonic() < until and any(self._heard(rank).system != "gone" for rank in heard):
             threading.Event().wait(0.05)
 
-    def stop(self, stays_for: Sequence[int] = ()) -> None:
+    def stop(self, stays_for: Collection[int] = ()) -> None:
         """Ends the watchdog at the end of this rank's program."""
         atexit.unregister(self._leave)
         self._left = True
@@ -232,14 +238,13 @@ class Watchdog:
     def _leave(self) -> None:
         if self.is_mine():
             holds = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # may hold the store
-            self.stop(self._peers if holds else ())
+            self.stop(self._fellows if holds else ())
 
     def _report(self) -> Report:
         waiting, (where, since) = here.waiting, here.described()
         words, ranks = waiting.what() if waiting is not None else ("", ())
         extends = waiting is None and any(phase.extends for phase in here.inside)
-        doing = self._process, where, time.monotonic() - since, words, tuple(ranks)
-        return Report(*doing, extends, self._left, here.epoch, here.calls)
+        return Report(self._process, where, time.monotonic() - since, words, self._near(ranks), extends, self._left)
 
     # --- the thread
 
@@ -252,9 +257,11 @@ class Watchdog:
                 self._heartbeat.stop(())
                 return
             waiting = here.waiting
-            if waiting is not None and ctrl_c:
+            if waiting is None:
+                self._heartbeat.awaited = None
+            elif ctrl_c:
                 waiting.end()  # then Python's own handler runs, and raises KeyboardInterrupt
-            elif waiting is not None and (ending := self.verdict(waiting.number) or self._judged(waiting)):
+            elif (ending := self.verdict(waiting.number) or self._judged(waiting)) is not None:
                 self.judge(waiting.number, ending)
                 waiting.end()
 
@@ -264,21 +271,29 @@ class Watchdog:
         # The state of the present wait: its extension in seconds, whether it was printed, the time of the last check.
         if self._wait is not waiting:
             self._wait, self._extended, self._spoken, self._looked = waiting, 0.0, False, now
+        words, awaited = waiting.what()
+        ranks = self._near(awaited)
+        # A period before they are looked at, so that they have come by then.
+        self._heartbeat.awaited = ranks if age >= LOOK_AFTER - PERIOD else None
         if age < LOOK_AFTER:
             return None
-        words, ranks = waiting.what()
         ending = self._lost(ranks, _LEFT) or self._elsewhere()
         if ending is not None:
             return ending
         # Ranks that wait for the same event have arrived; the other ranks are late, and may explain the wait.
         late = [rank for rank in ranks if self._heard(rank).report.waits_for != words] or ranks
         heard = [self._heard(rank) for rank in late if self._heard(rank).system != "stopped"]
-        # A capture, a compilation or a save may take longer than any timeout: extend the wait while it runs.
-        if any(peer.report.extends and not peer.is_silent for peer in heard):
+        # A capture, a compilation or a save may take longer than any timeout: extend the wait while it runs, in a large
+        # world on any rank.
+        far = not self._hears_all and now - self._heartbeat.extended_at < self._heartbeat.silent
+        if far or any(peer.report.extends and not peer.is_silent for peer in heard):
             self._extended = min(self._extended + now - self._looked, EXTENSION * waiting.timeout)
         self._looked = now
-        is_over = age > waiting.timeout + self._extended
-        speaks = age > SAY_AFTER and not self._spoken and not all(self._heard(rank).waits for rank in late)
+        # If all that are heard wait, too, a neighbour of the rank that is late says so before.
+        all_wait = all(self._heard(rank).waits for rank in late)
+        patience = 2 * self._heartbeat.period if all_wait and not self._hears_all else 0.0
+        is_over = age > waiting.timeout + self._extended + patience
+        speaks = age > SAY_AFTER and not self._spoken and not all_wait
         if not (is_over or speaks):
             return None
         story = "; ".join([f"{self.named(self.rank)} waits for {words}, {age:.0f} s", *self._last_of_chain(late)])
@@ -294,6 +309,15 @@ class Watchdog:
 
     # --- the states of other ranks
 
+    def _near(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Returns the ranks of a group that this rank hears: in a large world its two neighbours, as in a ring, since
+        one of the ranks that wait for a late rank is its neighbour."""
+        if self._hears_all:
+            return tuple(rank for rank in ranks if rank != self.rank)
+        ring = sorted({*ranks, self.rank})
+        mine = ring.index(self.rank)
+        return tuple({ring[mine - 1], ring[(mine + 1) % len(ring)]} - {self.rank})
+
     def _heard(self, rank: int) -> Heard:
         return self._heartbeat.heard.get(rank, heartbeat.UNHEARD)
 
@@ -302,10 +326,10 @@ class Watchdog:
         ranks whose programs ended at least ``patience`` seconds ago; else None."""
         now, gone, left = time.monotonic(), list[int](), list[int]()
         for rank, heard in list(self._heartbeat.heard.items()):
-            # A rank counts as gone once its last report could arrive: after a newer exchange, or ``SILENT`` seconds.
+            # A rank counts as gone once its last report could arrive: after a newer exchange, or once it is silent.
             if heard.report.left or heard.system in ("ended", "gone"):
                 since = self._ended.setdefault(rank, now)
-                if not heard.report.left and (self._heartbeat.began > since or now - since > SILENT):
+                if not heard.report.left and (self._heartbeat.began > since or now - since > self._heartbeat.silent):
                     gone.append(rank)
                 if heard.report.left and rank in waited_for and now - since >= patience:
                     left.append(rank)
@@ -314,9 +338,9 @@ class Watchdog:
 
     def _elsewhere(self) -> Ending | None:
         """Returns an ending for a rank whose calls differ from this rank's calls; else None."""
-        for rank, (report, _) in list(self._heartbeat.heard.items()):
-            names = first_difference(here.calls, report.calls, rank in self._pipe)
-            if names is not None and report.epoch == here.epoch:
+        for rank, (epoch, calls) in list(self._heartbeat.calls.items()):
+            names = first_difference(here.calls, calls, rank in self._pipe)
+            if names is not None and epoch == here.epoch:
                 return Ending(self.apart({self.rank: names[0], rank: names[1]}))
         return None
 
@@ -327,6 +351,7 @@ class Watchdog:
         while late and all(self._heard(rank).waits for rank in late):
             seen |= set(late)
             further = [rank for rank in self._heard(late[0]).report.ranks if rank not in seen]
+            further = [rank for rank in further if self._hears_all or rank in self._heartbeat.heard]
             if not further:
                 return self._described(late[:1])
             late = further

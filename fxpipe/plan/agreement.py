@@ -176,8 +176,9 @@ class Agreement:
             if split_evenly and planning.microbatches > 1:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
-            proposal = Proposal(training, split_evenly, planning.flags, Ambient.now(), described, counts)
-            return self._answered(replace(proposal, wants_loss=wants_loss), given), given
+            now = Ambient.now()
+            proposal = Proposal(training, split_evenly, planning.flags, now, described, counts, wants_loss=wants_loss)
+            return self._answered(proposal, given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
         except TypeError as error:
@@ -291,7 +292,7 @@ class Agreement:
             self._settled[key, rows] = agreed  # moves the kind to the most recently used end
             self._drop()
             self.planning.captures.reads.drop_set()
-            return replace(agreed, replica_rows=replica_rows)
+            return replace(agreed, replica_rows=replica_rows) if replica_rows else agreed
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """Merges the proposals into a batch; RunError on all ranks if calls differ or a rank has reported an error."""

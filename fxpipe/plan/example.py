@@ -27,7 +27,6 @@ from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.torch_compat import tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import Sample
-from fxpipe.trace.checks.row_check import check_reduction
 from fxpipe.trace.request import target_of
 from fxpipe.validation import shown
 
@@ -165,8 +164,6 @@ def plan_first(
     try:
         state, _ = state.plan(example.pattern(answers), example.sample)
         first = state.captures.first
-        if first is not None and not example.options.has_example and state.options.tracing.check:
-            check_reduction(first, state.microbatches)
         if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
             with evaluating(state.module):
                 example = replace(example, state=state.at_present({}))

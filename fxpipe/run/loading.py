@@ -248,7 +248,8 @@ class _Loading:
             self._model.update(buffers)
         self._forward_backward.load_state_dict(self._model)
         for name, each in sorted(self._loaded.items()):
-            each.load_state_dict(self._states[name])
+            load = each.load_state if isinstance(each, DistributedOptimizer) else each.load_state_dict
+            load(self._states[name])
         for name, taker in self._takers.items():
             taker.load_state_dict(values[name])
         self.extra = {**dict(values["extra"] or {}), "step": self._manifest.step}

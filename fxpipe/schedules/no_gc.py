@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Disables collections inside. Actions, messages and spans form no cycles, a graph's nodes live long, and both
+    """Disables collections inside. Actions, messages and spans form no cycles, graphs and traces live long, and they
     number hundreds of thousands: the collector would walk all each time their number has grown by a quarter."""
     was_on = gc.isenabled()
     gc.disable()

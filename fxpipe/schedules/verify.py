@@ -35,9 +35,8 @@ Event = Action | Message | Reduce
 def verify(schedule: Schedule) -> None:
     """ScheduleError, with the failing cells marked, if an action is wrong or ranks deadlock.
 
-    A table whose cells can run in the order of their dependencies passes: ``lower`` posts a receive before the action
-    that needs it, and in its sender's order, so that a rank waits for no message that was made. Instructions are made
-    for a table that is stuck, to say who waits, and for one with waits that hold stages back.
+    A table whose cells can run in the order of their dependencies passes: ``lower`` posts a receive before its use, and
+    in its sender's order. Instructions are made only if cells are stuck, or forwards are held back.
     """
     check(schedule)
     able = sum(1 for _ in in_order(schedule.rows, schedule.dependencies))

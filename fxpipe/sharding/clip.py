@@ -16,6 +16,7 @@ from fxpipe.sharding.gradients import Piece
 from fxpipe.validation import is_flag, shown
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     pieces: Sequence[Piece],
     transport: Transport,
@@ -66,6 +67,7 @@ def clip_grad_norm_(
     return norm
 
 
+@torch.no_grad()
 def grad_norms(
     part: Mapping[str, Sequence[Piece]], transport: Transport, sharded: bool, norm_type: float
 ) -> dict[str, Tensor]:

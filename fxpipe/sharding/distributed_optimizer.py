@@ -442,6 +442,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refuse_torchs_helpers()
         return self.state_to_fill(())
 
+    def _refuse_hook(self, *args: Any, **kw: Any) -> NoReturn:
+        raise RunError("state_dict() and load_state_dict() of this optimizer run no hooks; change the dict itself")
+
+    register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _refuse_hook
+
     def state_to_fill(self, saved: Container[str]) -> dict[str, Any]:
         """Returns ``state_dict`` with an initial state also for frozen parameters whose names are in ``saved``."""
         with self._given_state():
@@ -483,6 +489,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: the state dict does not fit; then nothing has been changed.
         """
         refuse_torchs_helpers()
+        self.load_state(state_dict, copies=True)
+
+    def load_state(self, state_dict: Mapping[str, Any], copies: bool = False) -> None:
+        """Does the work of ``load_state_dict``. Unless ``copies``, the tensors of ``state_dict`` become the state."""
         saved, groups = read_state_dict(state_dict, self._group_names, self._all)
         options: list[dict[str, Any]] = []
         masters: list[tuple[Target, Tensor]] = []
@@ -493,15 +503,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for target in targets:
                 name = self._canonical[target.piece.name]
                 there = saved.get(name, {})
-                initial = expected = initial_state(self._make, options[-1], target.tensor)
+                initial = expected = initial_state(self._make, options[-1], target.tensor, shared=True)
                 if not there.keys() - {MASTER}:  # saved while frozen: check whether these options need a state
-                    expected = initial_state(self._make, own, target.tensor)
-                entry = entry_to_load(name, there, initial, expected, target)
+                    expected = initial_state(self._make, own, target.tensor, shared=True)
+                entry = entry_to_load(name, there, initial, expected, target, copies)
                 if MASTER in entry:
                     masters.append((target, entry.pop(MASTER)))
                 # An optimizer that makes states in its first step has no state for parameters that were never stepped.
                 if not self._is_lazy or (entry and not is_initial(entry, initial)):
-                    state[target.tensor] = entry or initial
+                    state[target.tensor] = entry or initial_state(self._make, options[-1], target.tensor)
         # Everything fits. From here on nothing raises, so that a failed load has changed nothing.
         self._store.settle()  # transfers of the previous step may still be under way
         # A parameter that is stepped itself takes the master's bits; but the model may be loaded after this.

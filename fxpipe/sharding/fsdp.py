@@ -53,6 +53,8 @@ from fxpipe.torch_compat import (
     fsdp_set_up,
     fsdp_state,
     fsdp_without_hooks,
+    holders_of,
+    hook_tables,
     share_hooks,
     version_of,
 )
@@ -228,6 +230,11 @@ class FsdpUnit(_FsdpModules):
         pairs = [(managed.unsharded_param, managed.sharded_param) for managed in self._managed]
         whole = [_accumulating(parameter, self._precision, shard) for parameter, shard in pairs]
         self.whole, self._versions = dict(zip(self.shards, whole, strict=True)), list(map(version_of, whole))
+        self._holders = list(map(holders_of, whole))
+
+    def is_unread(self) -> bool:
+        """Whether what the forwards have saved of the parameters is gone, so that no backward reads them."""
+        return list(map(holders_of, self.whole.values())) == self._holders
 
     def free(self) -> None:
         self.shell.reshard()
@@ -332,10 +339,12 @@ class FullyShardedGradients(Gradients):
             if parameter.ndim:
                 group = grouped.setdefault((frozenset(stages), parameter.dtype), {})
                 group[names[id(parameter)]] = parameter
+        # Two or three units are there at once: a small model has small ones.
+        least = min(least_bytes, max(2**20, sum(parameter.nbytes for parameter in users) // 32))
         units = [
             FsdpUnit(stages, unit, mesh, transport, precision)
             for (stages, _), group in grouped.items()
-            for unit in in_blocks(group, least_bytes)
+            for unit in in_blocks(group, least)
         ]
         # All units share their streams; fsdp_set_up does FSDP2's work of a first forward, which a shell never runs.
         share_comm_ctx([unit.shell for unit in units])
@@ -373,6 +382,7 @@ class FullyShardedGradients(Gradients):
         self._call = call
         for module in _modules_of(graphs, self._transport.pipe_rank):
             for submodule in module.modules():
+                call.frees &= _saves_all(submodule)
                 for leaf, parameter in submodule._parameters.items():
                     if id(parameter) in self._names:
                         call.homes.setdefault(self._names[id(parameter)], []).append((submodule, leaf))
@@ -396,7 +406,8 @@ class FullyShardedGradients(Gradients):
             if not unit.whole:  # FSDP2 makes the unsharded parameters in the first gather
                 self._wait_for(unit)
             self._put_in(unit.whole)
-        return {id(parameter): partial(self._wait_for, unit) for unit in units for parameter in unit.whole.values()}
+        waits = {unit: partial(self._wait_for, unit) for unit in units}
+        return {id(parameter): waits[unit] for unit in units for parameter in unit.whole.values()}
 
     def _wait_for(self, unit: FsdpUnit) -> None:
         if unit in self._call.ready:
@@ -426,9 +437,14 @@ class FullyShardedGradients(Gradients):
         return unit.used is None
 
     def _reduce_complete(self) -> None:
-        for unit in takewhile(lambda unit: not unit.awaited, self._call.ending):
-            if unit.used is None:
-                unit.reduce()
+        complete = list(takewhile(lambda unit: not unit.awaited, self._call.ending))
+        new = [unit for unit in complete if unit.used is None]
+        for unit in new:
+            unit.reduce()
+        for unit in complete if new and self._call.frees else ():
+            if unit.is_unread():
+                self._call.ending.remove(unit)
+                self._let_go(unit)
 
     def after(self, action: Action) -> None:
         """Reduces and frees the units that no later action needs."""
@@ -496,7 +512,7 @@ class FullyShardedGradients(Gradients):
             return None if parameter.grad is None else local(parameter.grad).view(-1)
 
         # FSDP2 shards dimension 0 into chunks of equal length; the last chunks may be shorter, or empty.
-        data = local(parameter.detach()).view(-1)
+        data = local(parameter).detach().view(-1)
         rows, length = parameter.shape[0], math.prod(parameter.shape[1:])
         chunk, rank = -(-rows // self.sums.shards), self.sums.rank
         start, stop = (min(row, rows) * length for row in (rank * chunk, (rank + 1) * chunk))
@@ -529,6 +545,8 @@ class _CallState:
     """The units whose last user is the running backward, in the order of their reductions."""
     now: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameter name → the parameter that the modules hold at present."""
+    frees: bool = True
+    """Whether a backward reads only parameters that its forward has saved."""
 
 
 def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[str, nn.Parameter]]:
@@ -542,6 +560,18 @@ def in_blocks(parameters: Mapping[str, nn.Parameter], least: int) -> list[dict[s
             groups.append({})
         groups[-1].update((name, parameters[name]) for name in block)
     return groups
+
+
+_SAVING = {*"_operator builtins math torch torch._C._nn torch._ops.aten torch.functional torch.nn.functional".split()}
+"""Modules of functions whose backward reads only what C++ has saved in forward. An ``autograd.Function``, a custom
+operator or an activation checkpoint may read parameters that Python holds."""
+
+
+def _saves_all(module: nn.Module) -> bool:
+    nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    homes = {getattr(node.target, "__module__", "torch") for node in nodes if node.op == "call_function"}
+    is_torchs = type(module).__module__.startswith(("torch.nn.modules.", "torch.fx."))
+    return is_torchs and homes <= _SAVING and not any(hook_tables(module))
 
 
 def _stages_of(graph: StageGraph, rank: int | None) -> list[Stage]:

@@ -187,6 +187,7 @@ class Gradients(ABC):
 
     # for an optimizer
 
+    @torch.no_grad()  # otherwise each local() of a DTensor is an autograd function
     def pieces(self) -> list[Piece]:
         """This rank's part of all parameters."""
         return [self._piece(name, parameter) for name, parameter in self._own.items()]
@@ -226,7 +227,8 @@ class Gradients(ABC):
             # that the gradient completes starts now, or with the next gradient.
             hooks, me = handle.hooks_dict_ref(), alive()
             is_last = next(reversed(hooks)) == handle.id
-            hooks[handle.id] = hooks.pop(handle.id)
+            if not is_last:
+                hooks[handle.id] = hooks.pop(handle.id)
             if me is None:
                 return
             me._reduce_complete()

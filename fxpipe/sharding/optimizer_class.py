@@ -72,15 +72,20 @@ def unwrapped(cls: OptimizerMaker) -> Any:
     return cls
 
 
-def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor) -> Entry:
+def initial_state(
+    make: OptimizerMaker, options: Mapping[str, Any], like: Tensor, shared: bool = False, kind: Any = None
+) -> Entry:
     """Returns the state of a tensor like ``like`` that was never stepped, with the keys that a first step makes.
 
     Optimizers make their state in the first step, which for a gradient of 0 leaves zeros; values that count steps, or
     decay, are set back. Random draws of the step do not change the random state. Integer tensors have no state.
+    ``shared``: whether elements may share memory, only to be read. ``kind``: the class, if ``make`` is no class.
     """
     if not (like.is_floating_point() or like.is_complex()):
         return {}
-    scratch = torch.zeros_like(like)
+    is_plain = type(like) in (Tensor, torch.nn.Parameter)
+    is_one = is_plain and is_elementwise(kind or make)  # one element has the state of all
+    scratch = like.new_zeros((1,) * like.ndim) if is_one else torch.zeros_like(like)
     optimizer = _begun(make, options, scratch)
     state: Entry = dict(optimizer.state[scratch])
     # The step has increased the count, multiplied NAdam's product of momenta, and set ASGD's rate.
@@ -90,6 +95,10 @@ def initial_state(make: OptimizerMaker, options: Mapping[str, Any], like: Tensor
             state[key].fill_(value)
         elif key in state:
             state[key] = value
+    for key, value in state.items():
+        if is_one and isinstance(value, Tensor) and value.ndim:
+            spread = value.expand_as(like)
+            state[key] = spread if shared else torch.empty_like(like, dtype=value.dtype).copy_(spread)
     return state
 
 

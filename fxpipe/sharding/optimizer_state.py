@@ -69,7 +69,7 @@ class Target:
         """
         if self.tensor is self.piece.parameter:
             return self.tensor.grad
-        if storage_id(local(self.piece.parameter.detach())) != storage_id(self.piece.data):
+        if storage_id(local(self.piece.parameter)) != storage_id(self.piece.data):
             raise RunError(
                 f"{self.piece.name} was given other memory, as by parameter.data = ..., and the optimizer steps what "
                 "it had; write into it, as parameter.data.copy_(...) does"
@@ -148,8 +148,9 @@ def entry_to_save(name: str, entry: Entry, target: Target) -> Entry:
     return dict(target.in_parts(shown, name))
 
 
-def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, expected: Entry, target: Target) -> Entry:
-    """Returns a copy of a saved entry, on the devices and in the dtypes of this optimizer's state.
+def entry_to_load(name: str, saved: Entry, initial: Entry, expected: Entry, target: Target, copies: bool) -> Entry:
+    """Returns a saved entry, on the devices and in the dtypes of this optimizer's state; unless ``copies``, with the
+    saved tensors themselves where they fit.
 
     ``initial``: the initial state under the saved options. ``expected``: the initial state under this optimizer's
     present options, which determine the keys that are read from a checkpoint.
@@ -164,7 +165,7 @@ def entry_to_load(name: str, saved: Mapping[str, Any], initial: Entry, expected:
             f"{name} comes with {_listed(saved)}; under the options that were saved this optimizer needs "
             f"{_listed(like)}; make it of the same class, with the same arguments and precision=, and load again"
         )
-    return {key: _taken(f"{key} of {name}", value, like.get(key), target) for key, value in saved.items()}
+    return {key: _taken(f"{key} of {name}", value, like.get(key), target, copies) for key, value in saved.items()}
 
 
 def _shown(name: str, value: Tensor, target: Target) -> Tensor:
@@ -184,15 +185,15 @@ def _listed(entry: Mapping[str, Any]) -> str:
     return ", ".join(sorted(entry)) or "no state"
 
 
-def _taken(what: str, value: Any, mine: Any, target: Target) -> Any:
-    """Returns a copy of a value of a saved entry, which may be a list or dict of tensors."""
+def _taken(what: str, value: Any, mine: Any, target: Target, copies: bool) -> Any:
+    """Returns a value of a saved entry, which may be a list or dict of tensors."""
     value = target.in_parts(value, what)
     if pytree.tree_structure(value, is_parts) != pytree.tree_structure(mine):
         mine = pytree.tree_map(lambda _: None, value, is_leaf=is_parts)
-    return pytree.tree_map(lambda part, own: _one_taken(what, part, own, target), value, mine, is_leaf=is_parts)
+    return pytree.tree_map(lambda part, own: _one_taken(what, part, own, target, copies), value, mine, is_leaf=is_parts)
 
 
-def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
+def _one_taken(what: str, value: Any, mine: Any, target: Target, copies: bool) -> Any:
     parts = target.in_parts(mine, what)
     if is_parts(value) or is_parts(parts):
         if pytree.tree_structure(value) != pytree.tree_structure(parts):
@@ -212,7 +213,10 @@ def _one_taken(what: str, value: Any, mine: Any, target: Target) -> Any:
         raise CheckpointError(f"{what} has shape {whole}, the state dict has {shape}")
     if part.shape != mine.shape:
         mine = torch.empty(part.shape, dtype=mine.dtype, device=target.tensor.device if part.ndim else mine.device)
-    return torch.empty_like(mine).copy_(part)
+    if not copies and (part.dtype, part.device) == (mine.dtype, mine.device):
+        return part
+    like = target.tensor if 0 in mine.stride() else mine  # elements of ``mine`` that share memory have no order
+    return torch.empty_like(like, dtype=mine.dtype).copy_(part)
 
 
 def _part(value: Tensor, mine: Tensor, target: Target) -> Tensor | None:

@@ -584,12 +584,16 @@ class ParallelGradients(Reducer):
             self._used |= {self._names[id(shard)] for shard in self._sharded[action.stage].reduce()}
 
     def flush(self) -> None:
-        """Also frees the parameters of stages that ran no backward, and asks which ranks used which parameters."""
+        """Also frees the parameters of stages that ran no backward."""
         for sharded in self._sharded.values():
             sharded.free()
         # reduce() has recorded the used FSDP2 parameters: here every rank already has gradients for all of them.
         super().flush()
         self._used |= {n for n, p in self._own.items() if p.grad is not None and n not in self._managed}
+
+    def ask(self, numbers: Tensor | None) -> None:
+        super().ask(numbers)
+        # The last question on the owners' groups: where it is answered, so is the one before, and a sum may follow.
         self._own_asked = self._ask_who_used(self._used)
 
     def _finish_own(self, factor: Tensor | None) -> None:

@@ -170,7 +170,7 @@ class Reducer(Gradients):
         return True
 
     def _reduce_complete(self) -> None:
-        while self._queue and self._queue[0].awaited == set():
+        while self._queue and self._queue[0].awaited is not None and not self._queue[0].awaited:
             bucket = self._queue.pop(0)
             bucket.awaited = None
             # ``flush`` starts sums over owners, in an order that is the same on all pipe ranks.
@@ -182,7 +182,8 @@ class Reducer(Gradients):
         for bucket in self._live:
             if bucket.stage == action.stage and bucket.awaited is not None:
                 bucket.awaited.clear()
-        self._reduce_complete()
+        if self._queue:
+            self._reduce_complete()
 
     def flush(self) -> None:
         """Starts the sums that are left."""
@@ -259,6 +260,8 @@ class Reducer(Gradients):
 
     def awaited(self, stage: int) -> Waits:
         # The next forward waits for a bucket where it first uses it, so that gathers overlap with earlier computing.
+        if not self._buckets:
+            return {}
         under_way = [(bucket, member) for bucket in self._buckets if bucket.gathering for member in bucket.members]
         return {
             id(member.parameter): bucket.settle

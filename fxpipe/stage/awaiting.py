@@ -8,7 +8,7 @@ code and the module are not changed, and a forward that has nothing to await cos
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import fx, nn
 from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import has_opaque_calls
 
-Waits = Mapping[int, Callable[[], object]]
-"""The identity of a parameter under way → a function that returns once the parameter may be read, at each call."""
+Waits = dict[int, Callable[[], object]]
+"""The identity of a parameter under way → a function that returns once the parameter may be read. Parameters that
+arrive together have the same function, and are removed together."""
 
 _waits: ContextVar[Waits] = ContextVar("waits")
 
@@ -36,17 +37,22 @@ def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a stage's function that waits for each parameter where it reads it. Functions other than captured code
     cannot do so: for these, all parameters are awaited first."""
-    waits, module = _waits.get({}), getattr(function, "__self__", None)
-    if waits and isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
+    waits = _waits.get(None)
+    if not waits:
+        return function
+    module = getattr(function, "__self__", None)
+    if isinstance(function, types.MethodType) and isinstance(module, fx.GraphModule):
         return types.MethodType(function.__func__, _Reader(module, waits))
     _wait(waits, waits)
     return function
 
 
 def _wait(waits: Waits, keys: Iterable[int]) -> None:
-    for key in keys:
-        if key in waits:
-            waits[key]()
+    for key in list(keys):
+        if arrived := waits.get(key):
+            arrived()
+            for other in [other for other, wait in waits.items() if wait == arrived]:
+                del waits[other]
 
 
 class _Reader:
@@ -59,9 +65,9 @@ class _Reader:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
-        if type(value) is nn.Module:
+        if type(value) is nn.Module and self._waits:
             return _Reader(value, self._waits)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and self._waits:
             # hooks and opaque calls may read any parameter
             unknown = runs_hooks(value) or has_opaque_calls(value)
             _wait(self._waits, self._waits if unknown else map(id, value.parameters()))

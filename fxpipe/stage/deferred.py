@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import MODULE_TABLES, pytree
+from fxpipe.torch_compat import HOOK_TABLES, pytree
 
 
 class Left(Protocol):
@@ -146,8 +146,7 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
 
 def runs_hooks(module: nn.Module) -> bool:
     """Whether calls of the module, or of a submodule, run hooks."""
-    tables = [name for name in MODULE_TABLES if name.endswith("_hooks")]
-    return any(vars(part)[table] for part in module.modules() for table in tables)
+    return any(vars(part)[table] for part in module.modules() for table in HOOK_TABLES)
 
 
 def _uses_each_once(*args: Any, **kwargs: Any) -> bool:

@@ -64,8 +64,9 @@ class MicrobatchLoss(NamedTuple):
 def read_loss(result: Any) -> MicrobatchLoss:
     """Finds the loss in a model's result; RunError if the result has no loss."""
     metrics: dict[str, Any] = {}
-    loss, left_out = result, tuple[str, ...]()
-    if isinstance(result, Mapping):
+    loss = result
+    left_out: tuple[str, ...] = ()
+    if not isinstance(result, Tensor) and isinstance(result, Mapping):
         if "loss" not in result:
             raise RunError(
                 f"the model returned a dict with {sorted(map(str, result))} and no 'loss'; "
@@ -130,6 +131,7 @@ def log_left_out(names: tuple[str, ...]) -> None:
     )
 
 
+@functools.cache
 def step_dtype(number: torch.dtype) -> torch.dtype:
     """Returns the dtype in which numbers of micro-batches are combined: at least float32, as half precision would make
     steps of a curve."""
@@ -206,12 +208,11 @@ class LossKind(NamedTuple):
         return f"{kind} of {self.dtype} with the metrics {shown(metrics)}"
 
 
-@dataclass(frozen=True, slots=True)
-class LossPart:
+class LossPart(NamedTuple):
     """The part of a micro-batch: its loss times its share, or the total and count of its ``Sum``; and its metrics."""
 
     value: Tensor
-    count: Tensor | None
+    count: Any
     metrics: Mapping[Column, Tensor]
     """In float64, which holds integers exactly up to 2^53."""
 
@@ -240,15 +241,16 @@ class StepLoss:
 
         A micro-batch without weight, whose values may be NaN, adds nothing. RunError if its kind is another.
         """
-        columns = columns_of(part.metrics)
+        columns = columns_of(part.metrics) if part.metrics else {}
         kind = LossKind(part.count is not None, part.value.dtype, tuple(columns), part.left_out)
-        if self.is_empty or self.kind is None:
+        if not self._parts or self.kind is None:
             self.kind = kind
         if not share:
             return None  # 0 * NaN would be NaN
-        kind.check(self.kind, "micro-batch")
-        value = part.value.detach().to(step_dtype(kind.dtype))
-        own = value.clone()  # no alias of a tensor that the user's code holds
+        if kind != self.kind:
+            kind.check(self.kind, "micro-batch")
+        # a copy: no alias of a tensor that the user's code holds
+        own = part.value.detach().to(step_dtype(kind.dtype), copy=True)
         value = own if kind.is_sum else own * share
         count = _number(part.count, part.value, torch.float64) if kind.is_sum else None
         self.own[microbatch] = own if count is None else own / torch.where(count == 0, 1.0, count).to(own.dtype)

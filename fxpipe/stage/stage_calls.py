@@ -42,8 +42,10 @@ class Saved:
         # the container's leaves were roots; now only the loss is a root
         if isinstance(self.roots[-1], list):
             self.roots[-1] = edges(output)
-        self.seed = torch.empty((), dtype=output.dtype, device=output.device)
-        self.seed.fill_(weight)
+        if isinstance(weight, Tensor):
+            self.seed = torch.empty((), dtype=output.dtype, device=output.device).copy_(weight)
+        else:
+            self.seed = torch.full((), weight, dtype=output.dtype, device=output.device)
 
 
 _Edge = GradientEdge | None
@@ -112,11 +114,10 @@ class Forward:
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
-        pairs = list(map(_enter, inputs))
-        entered, arrivals = [value for value, _ in pairs], [arrival for _, arrival in pairs]
+        entered, arrivals = zip(*map(_enter, inputs), strict=True) if inputs else ((), ())
         deferred = Deferred() if self.in_halves else None
         outputs = self._function(*entered) if deferred is None else self._function(deferred, *entered)
-        return outputs, Saved(arrivals, list(map(edges, outputs)), deferred)
+        return outputs, Saved(list(arrivals), list(map(edges, outputs)), deferred)
 
     def __str__(self) -> str:
         name, outputs = printable(self.name), ", ".join(self.outputs)

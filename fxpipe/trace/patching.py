@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -15,9 +18,11 @@ from torch import nn
 
 from fxpipe.device import kinds
 from fxpipe.errors import TraceError
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR
-from fxpipe.trace.user_line import current_line, definition
+from fxpipe.torch_compat import CHECKPOINT_GENERATOR, fake_home
+from fxpipe.trace.user_line import LINE, current_line, definition, is_users
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 KEEPS = "tracer='record' keeps it"
 UNREGISTERED = (
     "a tensor that needs a gradient and is no parameter of the model is used in forward, or in loss_fn",
@@ -114,6 +119,53 @@ def plain_modes(grad: bool) -> Iterator[None]:
         for device in kinds():
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
+    """A tracer that tells code that asks whether it is traced that it runs. If a line is refused, the line's file is
+    told the truth; if that does not help, all files are. In a run transformers' models leave out a mask that hides
+    nothing, so that attention takes less time and memory."""
+
+    def captured(given: Given) -> Made:
+        traced: tuple[str, ...] = ()
+        while True:
+            asked: list[str] = []
+            try:
+                with _told(asked, traced):
+                    return capture(given)
+            except TraceError as error:
+                if not asked:
+                    raise
+                file = line["file"] if (line := LINE.search(str(error))) else ""
+                traced += ("" if file in traced else file,)  # "" begins every path
+
+    return captured
+
+
+def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[None]:
+    """While this context is open, ``torch.compiler`` and the class of fake tensors tell users' code that it runs. Adds
+    each such question to ``asked``. Files with these beginnings, with all that they call, get the true answer."""
+
+    def answer(name: str, true: Any, in_run: Any) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_name in (name, "__getattr__"):  # wrappers of the question
+            frame = frame.f_back
+        codes = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+        # for a warning, transformers would look for padding in the ids of each micro-batch
+        told = (code.co_filename.startswith(traced) or code.co_name.startswith("warn") for code in codes)
+        if not is_users(frame.f_code.co_filename) or any(told):
+            return true()
+        asked.append(name)
+        return in_run
+
+    class Home(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            true = functools.partial(getattr, fake_home, name)
+            return answer(name, true, type(None)) if name == "FakeTensor" else true()
+
+    asks = [getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")]
+    patches = [(torch.compiler, ask.__name__, functools.partial(answer, ask.__name__, ask, False)) for ask in asks]
+    return all_patched([*patches, (torch, "_subclasses", Home("_subclasses"))])
 
 
 Key = tuple[int, str]

@@ -45,7 +45,8 @@ class Two(Layers):
 
 def compiled(topology: fxpipe.Topology = PIPE, **options: Any) -> fxpipe.ForwardBackward:
     torch.manual_seed(0)
-    return fxpipe.compile(Two(), topology, microbatches=2, checks=fxpipe.Checks(batches=False), **options)
+    options = {"checks": fxpipe.Checks(batches=False), **options}
+    return fxpipe.compile(Two(), topology, microbatches=2, **options)
 
 
 def failure_of(call: Callable[[], object]) -> str:

@@ -322,7 +322,8 @@ class Two(Chain):
 def on_replicas(options: dict[str, Any], flush: str) -> Any:
     """Replica 1's second step is spoilt."""
     replica = replica_of(SQUARE)
-    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, checks=fxpipe.Checks(batches=False), **options)
+    options = {"checks": fxpipe.Checks(batches=False), **options}
+    forward_backward = fxpipe.compile(Two(), SQUARE, microbatches=4, **options)
     texts = []
     for x in (batch(), batch((7, 0)) if replica else batch(), batch()):
         try:
@@ -372,7 +373,7 @@ def test_a_pipe_group_that_asks_alone_for_the_state_dict_waits_for_no_other(asks
 @pytest.mark.parametrize("engine", ["strict 3", "distributed"])
 def test_one_replicas_fault_is_raised_on_all_ranks(request: pytest.FixtureRequest, engine: str) -> None:
     run = engine_of(engine, lambda: request.getfixturevalue("pool"))
-    ranks = run(4, on_replicas, {"checks": fxpipe.Checks(nonfinite="raise")}, "")
+    ranks = run(4, on_replicas, {"checks": fxpipe.Checks(batches=False, nonfinite="raise")}, "")
     assert len({text for (text,) in ranks}) == 1
     assert "micro-batch 3 of replica 1" in ranks[0][0]
 

@@ -22,7 +22,8 @@ from fxpipe.checkpoint.files.manifest import MANIFEST
 from fxpipe.checkpoint.gathering import agreed
 from fxpipe.errors import CheckpointError
 from fxpipe.run import loading
-from fxpipe.torch_compat import default_store
+from fxpipe.sharding.optimizer_class import ELEMENTWISE, initial_state
+from fxpipe.torch_compat import TorchDispatchMode, default_store, tensors_in
 from tests.pool import Pool
 
 
@@ -562,3 +563,51 @@ def test_costs_that_were_recorded_come_back(tmp_path: Path) -> None:
     digests = [read["ranks"][0]["run"] for read in (wanted, found)]
     one, other = (dict(read["trees"][digest]["dict"]) for read, digest in zip((wanted, found), digests, strict=True))
     assert one["costs"] == other["costs"] is not None
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of new memory that operators return, in blocks of ``least`` bytes or more."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.bytes = least, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given and storage.nbytes() >= self.least:
+                self.bytes += storage.nbytes()
+        return result
+
+
+def test_a_load_allocates_the_state_once_and_what_it_reads(tmp_path: Path) -> None:
+    run = Trained(width=512)
+    run.step()
+    run.save(tmp_path, 1)
+    size = 4 * 512 * 4  # bytes of the largest parameter, of which the file has a value and two moments
+    new = Trained(seed=1, width=512)
+    with Allocations(size) as counted:
+        new.load(tmp_path)
+    assert counted.bytes == 2 * size + 3 * size
+    moments = [state.optimizer.state[state.model.module.last.weight]["exp_avg_sq"] for state in (run, new)]
+    assert torch.equal(*moments)
+
+
+@pytest.mark.parametrize("cls", sorted(ELEMENTWISE, key=str))
+@pytest.mark.parametrize("like", [torch.empty(6), torch.empty(2, 3), torch.empty(2, 3, 4, 5).mT])
+def test_the_state_before_a_first_step_has_an_elements_memory(cls: Any, like: Tensor) -> None:
+    options: dict[str, Any] = {"lr": 0.5, **({"momentum": 0.9} if cls is torch.optim.SGD else {})}
+    parameter = nn.Parameter(torch.zeros_like(like))
+    plain = cls([parameter], **options)
+    parameter.grad = torch.zeros_like(parameter)
+    plain.step()
+    state = initial_state(cls, options, like, shared=True)
+    assert state.keys() == plain.state[parameter].keys()
+    assert sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(state)) <= 8 * len(state)
+    for key, value in initial_state(cls, options, like).items():
+        after = plain.state[parameter][key]  # counts have gone on there
+        if after.ndim:
+            assert torch.equal(value, after)
+            assert (value.dtype, value.stride()) == (after.dtype, after.stride())

@@ -546,3 +546,47 @@ def test_blocks_are_waited_for_in_order_and_reduced_in_reverse(
     for waited, reduced in pool.run(trained_in_blocks, {"tracer": tracer, **options}, ranks=2):
         assert waited == ["embedding", "layers.0", "gain", "layers.1", "layers.2"]
         assert reduced == waited[::-1]
+
+
+class Stack(nn.Module):
+    """Layers. ``reads``: whether the first layer's backward reads the last layer's weight."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.layers = reads, nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * (self.layers[3].weight.detach()[0] if self.reads else 2)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return x.square().mean()
+
+
+@in_a_new_world
+def weights_in_backward(reads: bool, parts: int) -> list[int]:
+    """How many whole weights have memory when each of them is reduced in the second call, in reverse of first use."""
+    forward_backward, x = compiled(lambda: seeded_stack(reads), ONE_NODE, parts, example_args=(batch(),))
+    forward_backward(x)
+    forward_backward.zero_grad()
+    units, counts = forward_backward._reducer._units, list[int]()
+    for unit in units:
+
+        def reduce(call: Callable[[], None] = unit.reduce) -> None:
+            counts.append(sum(bool(p.untyped_storage().nbytes()) for unit in units for p in unit.whole.values()))
+            call()
+
+        unit.reduce = reduce
+    forward_backward(x)
+    check(forward_backward, plain_gradients(lambda: seeded_stack(reads), 2, parts))
+    return counts
+
+
+def seeded_stack(reads: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return Stack(reads)
+
+
+@pytest.mark.parametrize(("reads", "counts"), [(False, [4, 3, 2, 1]), (True, [4, 3, 3, 2])])
+def test_weights_are_freed_once_no_backward_reads_them(pool: Pool, reads: bool, counts: list[int]) -> None:
+    for parts in (1, 3):
+        assert pool.run(weights_in_backward, reads, parts, ranks=2) == [counts, counts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import TraceError, stage_boundary
+from fxpipe.capture import capturing
+from fxpipe.torch_compat import TorchDispatchMode, tensors_in
 from fxpipe.trace.checks import capture_check
 from fxpipe.trace.state.snapshot import Snapshot
 from tests.device import DEVICE
@@ -390,6 +393,47 @@ def test_a_model_that_allows_only_some_numbers_is_checked_on_the_examples_own() 
 
     given = batch() | {"x": torch.arange(2.0, 2.0 + 8 * WIDTH).view(8, WIDTH)}
     assert "checked against the model on 2" in told(Whole(at_once, at_once), example_kwargs=given)
+
+
+# --- what it costs ---
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that operators have made and that still exist."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((args, kwargs))}
+        for storage in {tensor.untyped_storage() for tensor in tensors_in(result)}:
+            if storage.data_ptr() not in before:
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return result
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def test_a_check_takes_less_than_three_times_the_parameters_and_runs_the_model_three_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of the parameters, the model's gradients of one micro-batch, and the stages' gradients one at a time."""
+    check, live, calls = capture_check.check, Live(), list[int]()
+
+    def watched(*args: Any) -> str:
+        with live:
+            return check(*args)
+
+    monkeypatch.setattr(capturing, "check", watched)
+    model = Hidden(lambda h: (calls.append(len(h)), h)[1], lambda h: h)
+    model.a, model.b = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in "ab")
+    given = {name: torch.randn(8, 64) for name in "xy"}
+    assert "checked against the model on 2" in told(model, tracer="symbolic", example_kwargs=given)
+    assert live.most < 2.5 * sum(parameter.nbytes for parameter in model.parameters())
+    assert calls == [2, 2, 4], "two micro-batches, and the rows of both together"
 
 
 # --- what comes after compile, where one process has the whole model ---

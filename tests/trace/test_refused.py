@@ -154,12 +154,6 @@ def last_of_a_part(m: Any, h: Tensor) -> None:
     part.last = h + getattr(part, "last", 0.0)  # here
 
 
-def list_of_all_calls(m: Any, h: Tensor) -> None:
-    if getattr(m, "kept", None) is None:
-        m.kept = []  # here
-    m.kept.append(h)
-
-
 def gain_of_a_part(m: Any, h: Tensor) -> Any:
     if m.gain.gain == 1.0:
         m.gain.gain = 2.0  # here
@@ -205,7 +199,7 @@ AT_ITS_LINE: list[Row] = [
     (last_of_a_part, f"{SETS}inner.part.last", f"{SETS}inner.part.last", "not made by an operation of torch"),
     (last, f"{SETS}Victim.last", f"{SETS}Victim.last", "not made by an operation of torch"),
     (counts, f"{SETS}Victim.count", f"{SETS}Victim.count", ""),
-    (list_of_all_calls, f"{SETS}Victim.kept", f"{SETS}Victim.kept", f"{CHANGES}kept"),
+    (lambda m, h: setattr(m, "l", [h, getattr(m, "l", 0)]), f"{SETS}Victim.l", f"{SETS}Victim.l", f"{CHANGES}l"),
     (gain_of_a_part, "", "", f"{SETS}gain.gain from outside"),
     (evaluates_a_part, "", "", f"{SETS}dropout.training from outside"),
     (lambda m, h: setattr(m, "seen", h[0, :2]), f"{SETS}Victim.seen", f"{BUFFER}self.seen", f"{BUFFER}seen"),

@@ -564,7 +564,7 @@ def test_masters_that_a_checkpoint_lacks_follow_the_model(pool: Pool, tmp_path: 
 # --- around the step ---
 
 
-def test_a_grad_scaler_is_refused() -> None:
+def test_a_grad_scaler_and_hooks_on_state_dicts_are_refused() -> None:
     """It divided by 65536 gradients that had never been multiplied by it, and with shards left out every step."""
     forward_backward = compiled(0)
     optimizer = forward_backward.optimizer(torch.optim.SGD, lr=0.1)
@@ -574,3 +574,6 @@ def test_a_grad_scaler_is_refused() -> None:
     with pytest.raises(RunError, match=r"a GradScaler cannot step this optimizer.*write optimizer\.step\(\)"):
         scaler.step(optimizer)
     torch.amp.GradScaler(DEVICE, enabled=False).step(optimizer)
+    for when in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+        with pytest.raises(RunError, match="run no hooks; change the dict itself"):
+            getattr(optimizer, f"register_{when}_hook")(lambda *_: None)

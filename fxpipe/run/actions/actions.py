@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Bound:
             executor.begin(step, result, of_rank)
         try:
             with grad(), within(off):
-                for call in self._labelled() if profiler_runs() else (call for _, call in self.calls):
+                for call in self._labelled() if profiler_runs() else self._plain:
                     call()
         except BaseException:
             for executor in self.executors:
@@ -76,6 +77,10 @@ class Bound:
         for executor in self.executors:
             executor.end()
         return result
+
+    @cached_property
+    def _plain(self) -> list[Call]:
+        return [call for _, call in self.calls]
 
     def _labelled(self) -> Iterator[Call]:
         """The calls of a profiled step, with labels; posting a receive and freeing a buffer take too little time."""
@@ -180,14 +185,17 @@ class BoundAction:
 
     def __call__(self) -> None:
         executor, action = self.executor, self.action
+        parameters, stopwatch = executor.parameters, executor.stopwatch
         here.at(action)
-        waits = executor.parameters.awaited(action.stage) if action.kind.part_of is FORWARD else None
+        waits = parameters.awaited(action.stage) if action.kind.part_of is FORWARD else None
         if self._sums:
-            executor.parameters.before(action)
+            parameters.before(action)
         # Between the two marks the action waits for its inputs, and the timeline shows waiting.
-        executor.stopwatch.mark()
+        if stopwatch.is_on:
+            stopwatch.mark()
         arrived = [take() for take in self.takes]
-        executor.stopwatch.mark()
+        if stopwatch.is_on:
+            stopwatch.mark()
         try:
             if waits:
                 awaiting(waits, self.run, arrived)
@@ -196,9 +204,10 @@ class BoundAction:
         except BaseException as error:
             executor.report(error, action, arrived if self.names_inputs else ())
             raise
-        executor.stopwatch.end(action)
+        if stopwatch.is_on:
+            stopwatch.end(action)
         if self._sums:
-            executor.parameters.after(action)
+            parameters.after(action)
 
     def run(self, arrived: list[Any]) -> None:
         """Runs the stage. ``arrived``: the values that ``takes`` returned."""
@@ -284,9 +293,9 @@ class ForwardAction(BoundAction):
 
     def run(self, arrived: list[Any]) -> None:
         arrived[:] = self.inputs_of(arrived)
-        versions = [version_of(tensor) for _, tensor in self._unwritten]
+        before = [(name, tensor, version_of(tensor)) for name, tensor in self._unwritten] if self._unwritten else ()
         outputs, saved = self._run(*arrived)
-        for (name, tensor), version in zip(self._unwritten, versions, strict=True):
+        for name, tensor, version in before:
             if version_of(tensor) != version:
                 ranks = named(self.executor.graph.placement[self.action.stage])
                 raise RunError(f"stage {self.stage.name!r} is on {ranks}, and {writes(name)}")

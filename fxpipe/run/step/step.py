@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,15 +45,7 @@ from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
-from fxpipe.run.step.step_outcome import (
-    Facts,
-    ItemNumbers,
-    LossMessage,
-    StepOutcome,
-    conclude,
-    shares_of,
-    weights_of,
-)
+from fxpipe.run.step.step_outcome import Facts, ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -114,6 +106,20 @@ class _PlanRecord:
     # kind of batch → the form of the loss; the key is None if the form does not depend on the kind
     outputs: dict[tuple[int, str], str] = field(default_factory=dict)
     """(kind of batch, the asked outputs) → the form of the numbers in an evaluation's output."""
+
+
+class _AgreedCall(NamedTuple):
+    """``shares``: each micro-batch's share of the step's weight. ``everyone``: all replicas' facts, once if equal."""
+
+    agreed: AgreedBatch
+    batches: list[dict[str, Any]]
+    shares: Sequence[float]
+    everyone: Sequence[Facts]
+
+    @property
+    def form(self) -> Any:
+        """The form of the numbers that replicas add up in this call; None if a replica does not know it yet."""
+        return self.everyone[0].form if len({facts.form for facts in self.everyone}) == 1 else None
 
 
 class Steps:
@@ -194,7 +200,7 @@ class Steps:
         """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         self.check_trained()
-        agreed, batches, shares, everyone = self._agree(calls, split_evenly, training=True)
+        agreed, batches, shares, everyone = call = self._agree(calls, split_evenly, training=True)
         plan, record, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
         passed("settling")
         # Two guards: in the first all ranks raise an FxpipeError with nothing under way, so training can go on.
@@ -210,7 +216,7 @@ class Steps:
             if self.values is not None:
                 self._record_parameters(self.values)
                 self.values.begin(self.number, batches)
-            step = self._input(agreed, batches, shares, everyone, split_evenly, training=True, proves=is_new)
+            step = self._input(call, split_evenly, training=True, proves=is_new)
             self._effects.begin()
             passed("preparing")
             # Listen before the first action, so that the receive is posted before the loss is sent.
@@ -220,7 +226,7 @@ class Steps:
             # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
             passed("reduction")
-            outcome = self._outcome(plan, result.loss, loss_kind, len({facts.form for facts in everyone}) == 1)
+            outcome = self._outcome(plan, result.loss, loss_kind, call.form is not None)
             record.losses[self._form(agreed)] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
@@ -308,23 +314,21 @@ class Steps:
 
     def _run_forward(self, calls: Sequence[Call], split_evenly: bool, outputs: str | None) -> Any:
         """Runs forward in the modes of the model's modules. ``outputs``: None for no output."""
-        agreed, batches, shares, everyone = self._agree(calls, split_evenly, training=False, outputs=outputs)
+        agreed, _, shares, everyone = call = self._agree(calls, split_evenly, training=False, outputs=outputs)
         with self.failing.together(FxpipeError):
             check_rows(agreed.plan, [facts.rows for facts in everyone])
         with self.failing.together():
             with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                step = self._input(agreed, batches, shares, everyone, split_evenly, training=False)
+                step = self._input(call, split_evenly, training=False)
                 result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
             self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-            form = everyone[0].form if len({facts.form for facts in everyone}) == 1 else None
-            return None if outputs is None else self._output(agreed, result.results, shares, outputs, form)
+            return None if outputs is None else self._output(call, result.results, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, outputs: str | None = None
-    ) -> tuple[AgreedBatch, list[dict[str, Any]], Sequence[float], Sequence[Facts]]:
-        """Returns the plan for this call, each micro-batch's inputs and share of the weight of the step, and the
-        replicas' facts, once where all are equal. If a replica refuses its batch, all ranks of all replicas raise an
-        FxpipeError and can go on: nothing has changed."""
+    ) -> _AgreedCall:
+        """Agrees on this call. If a replica refuses its batch, all ranks of all replicas raise an FxpipeError and can
+        go on: nothing has changed."""
         self.failing.check_open()
         self.transport.begin_step()
         with self.failing.together(*self._alike):  # the pipe group raises together; other ranks must not wait for it
@@ -347,29 +351,21 @@ class Steps:
                 bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
                 record = self._plans[id(agreed.plan)] = _PlanRecord(agreed.plan, lru_cache(MOST_BOUND)(bound))
             group = agreed.plan.group  # if the loss is of a group of micro-batches, each of them has the group's share
-            facts = self._facts(agreed, record, batches, training, outputs)
+            earlier = record.losses.get(self._form(agreed)) if training else None
+            form: Any = (earlier.is_sum, earlier.metrics, agreed.plan.counts) if earlier is not None else None
+            form = form if training else record.outputs.get((agreed.kind, str(outputs)))
+            facts = Facts(self._shared_rows(agreed.plan, training), self._items.uses(agreed.plan.graph, batches), form)
             by_group, everyone = shares_of(self.transport, of_groups(weights, group), training, facts)
             shares = [share for share in by_group for _ in range(group)]
         # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
-        return agreed, batches, shares, everyone
+        return _AgreedCall(agreed, batches, shares, everyone)
 
-    def _facts(
-        self,
-        agreed: AgreedBatch,
-        record: _PlanRecord,
-        batches: Sequence[Mapping[str, Any]],
-        training: bool,
-        outputs: str | None,
-    ) -> Facts:
-        plan, gradients = agreed.plan, self._gradients
+    def _shared_rows(self, plan: Plan, training: bool) -> tuple[int, ...] | None:
+        gradients = self._gradients
         zero = gradients.sums.zero if training else 0
-        rows = shared_rows(plan, zero, gradients.shards_parameters, gradients.meets, training)
-        form: Any = record.outputs.get((agreed.kind, str(outputs)))
-        if training and (loss := record.losses.get(self._form(agreed))) is not None:
-            form = loss.is_sum, loss.metrics, plan.counts
-        return Facts(rows, self._items.uses(plan.graph, batches), form)
+        return shared_rows(plan, zero, gradients.shards_parameters, gradients.meets, training)
 
     def _form(self, agreed: AgreedBatch) -> int | None:
         """The plan's losses have a single form, None, or may have another form for each kind of batch."""
@@ -412,16 +408,8 @@ class Steps:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return record.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
-    def _input(
-        self,
-        agreed: AgreedBatch,
-        batches: list[dict[str, Any]],
-        shares: Sequence[float],
-        everyone: Sequence[Facts],
-        is_cut: bool,
-        training: bool,
-        proves: bool = False,
-    ) -> StepInput:
+    def _input(self, call: _AgreedCall, is_cut: bool, training: bool, proves: bool = False) -> StepInput:
+        agreed, batches, shares, everyone = call
         self._renew_generators(agreed.plan.graphs)
         number, replica, precision = self.number, self.transport.data_rank, self._options.precision
         if precision is not None:
@@ -505,7 +493,7 @@ class Steps:
         self._gradients.watch(stopwatch)
         return stopwatch
 
-    def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None, is_alike: bool) -> StepOutcome:
+    def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None, is_agreed: bool) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         precision = self._options.precision
@@ -516,7 +504,7 @@ class Steps:
         with label("loss"):
             if not adds:
                 ask(None)
-            is_agreed, add_up = is_alike and earlier is not None, ask if adds else partial(transport.all_reduce, "data")
+            add_up = ask if adds else partial(transport.all_reduce, "data")
             outcome = conclude(transport, at_output, plan, message, earlier, is_agreed, add_up)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
@@ -529,15 +517,9 @@ class Steps:
         self._is_sum = is_sum
         return outcome
 
-    def _output(
-        self,
-        agreed: AgreedBatch,
-        results: Mapping[int, Any],
-        shares: Sequence[float],
-        outputs: str,
-        form: str | None,
-    ) -> Any:
-        """Joins the micro-batches' outputs to the whole batch's output. ``form``: of its numbers, if replicas agree."""
+    def _output(self, call: _AgreedCall, results: Mapping[int, Any], outputs: str) -> Any:
+        """Joins the micro-batches' outputs to the whole batch's output."""
+        agreed, shares = call.agreed, call.shares
         plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
@@ -555,14 +537,14 @@ class Steps:
             if agreed.call.batch.is_whole or outputs == "loss":
                 rows = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists)
                 joined = rows.join(ordered, shares)
-                output, form = over_replicas(transport, joined, plan.has_all_rows, form)
-                output = without_entries(output)
+                joined, form = over_replicas(transport, joined, plan.has_all_rows, call.form)
+                output = without_entries(joined)
                 if outputs == "loss" or self._form(agreed) is None:
                     self._plans[id(plan)].outputs[agreed.kind, outputs] = form
             else:
                 output = ordered
             if outputs == "loss" and isinstance(output, Sum):
                 output = output.total / output.count
-        if outputs == "last" or transport.pipe_rank is None:
+        if outputs == "last" or transport.pipe_rank is None or len(transport.ranks("pipe")) == 1:
             return output
         return from_rank(ranks[0], output, transport, device)

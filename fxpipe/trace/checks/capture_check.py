@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,9 +19,9 @@ from fxpipe.packed import BatchDim, counted, rule_at
 from fxpipe.stage.loss import MicrobatchLoss, columns_of, read_loss
 from fxpipe.stage.modes import within
 from fxpipe.stage.stage_calls import Saved
-from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, pytree, tensors_in
+from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, gradients_through, pytree, tensors_in
 from fxpipe.trace import Request
-from fxpipe.trace.checks.row_check import check_is_mean, rows_interact, warn_of_rows
+from fxpipe.trace.checks.row_check import Losses, check_rows
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND
@@ -33,15 +33,17 @@ from fxpipe.trace.state.replay import (
     differences,
     gap,
     gpus_of,
+    in_compute_dtype,
     in_double,
     is_close,
+    is_same,
     largest,
     own,
 )
 from fxpipe.trace.state.snapshot import State
 
 MOST_PARAMETERS = 2**28
-"""The most parameter elements of a model that is checked: the check needs six times the parameters' memory."""
+"""The most parameter elements of a model that is checked: the check needs three times the parameters' memory."""
 MOST_WORK, MOST_ON_ACCELERATOR = 1e10, 1e12
 """The most parameter elements × positions of a micro-batch (tokens, steps, pixels). The check runs four steps of 6
 floating-point operations for each such pair, so 1e10 pairs take some seconds at 50 GFLOP/s."""
@@ -127,40 +129,26 @@ def check(
     Returns the outcome in words, for ``.stages``. TraceError with the first value that differs; RunError if the loss is
     a sum.
     """
-    reason = _unfit(request, sample.batches[places[0]])
-    if reason:
-        return f"{NOT_CHECKED}: {reason}"
-    why = "the example has one row, or rows that are all equal, or other values that forward asks for"
-    for batches in (pair for pair in sample.pairs(places) if all(map(holds, pair))):
-        trial = _Trial(graph, request, batches)
-        try:
-            wanted = trial.run(trial.model)
-            break
-        except TopologyError:
-            raise
-        except Exception as error:
-            why = f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
-    else:
+    why = _unfit(request, sample.batches[places[0]])
+    if why:
         return f"{NOT_CHECKED}: {why}"
-    try:
-        got = trial.run(trial.stages)
-    except torch.OutOfMemoryError as error:
-        return f"{NOT_CHECKED}: {_in_a_line(error)}"
-    except Exception as error:
-        raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
-    if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps a fake tensor of the capture
-        raise TraceError(LEFT_BEHIND)
-    trial.compare(got, wanted)
-    if graph.counting is not None and graph.counting.function is None:
-        trial.check_proportional(got)
+    why = "the example has one row, or rows that are all equal, or other values that forward asks for"
     norms = any(isinstance(part, BATCH_STATISTICS) and part.training for part in request.module.modules())
-    if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
-        told = "" if norms else rows_interact(trial.loss, trial.batches, sample.batch_dim, loss_weight)
-        warn_of_rows(told)
-        if not told:
-            check_is_mean(trial.loss, trial.batches, sample.batch_dim, len(sample.batches))
-    seen = "; batch statistics are those of a micro-batch" * norms
-    return f"checked against the model on 2 micro-batches{seen}"
+    pairs = [pair for pair in sample.pairs(places) if all(map(holds, pair))]
+    with in_compute_dtype(request):
+        for batches in pairs:
+            trial = _Trial(graph, request, batches)
+            try:
+                if why := trial.compare():
+                    continue
+                if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
+                    losses = Losses(trial.loss, batches, sample.batch_dim, trial.losses)
+                    check_rows(losses, loss_weight, len(sample.batches), norms)
+            finally:
+                trial.start.restore()
+            seen = "; batch statistics are those of a micro-batch" * norms
+            return f"checked against the model on 2 micro-batches{seen}"
+    return f"{NOT_CHECKED}: {why}"
 
 
 def _in_a_line(error: Exception) -> str:
@@ -212,34 +200,100 @@ class Fact(NamedTuple):
         return " ".join(filter(None, (self.kind, self.name, f"on micro-batch {self.microbatch}")))
 
 
-GRADIENT, BUFFER = "the gradient of", "the buffer"
+GRADIENT, BUFFER, LOSS, COUNT = "the gradient of", "the buffer", "the loss", "the count of the loss"
 Seen = dict[Fact, Tensor | None]
 
 
 class _Trial:
-    """The stages, the model, and the micro-batches on which both run."""
+    """The stages, the model, and the micro-batches on which both run.
+
+    A micro-batch ends before the next begins, and a stage's gradient that equals the model's is freed as it arrives: a
+    copy of the parameters and one gradient of each exist at a time.
+    """
 
     def __init__(self, graph: StageGraph, request: Request, batches: Sequence[Batch]) -> None:
         self.graph, self.request, self.batches = graph, request, batches
+        self._draws = any(stage.draws_random for stage in graph)
+        self.losses: dict[tuple[int, ...], MicrobatchLoss] = {}
+        """(micro-batch,) → the model's loss."""
         self._devices = gpus_of(request.roots)
         # Every run begins from this state and draws the same random numbers, so any difference comes from the capture.
-        self._state = State.of(request.roots, self._devices, request.generators)
+        self.start = State.of(request.roots, self._devices, request.generators)
+        self._second: dict[Any, State] = {}
+        """``model`` or ``stages`` → the state in which it begins the second micro-batch."""
+        self._wanted = Seen()
+        """The model's values on this micro-batch."""
         self._trainable = {name: p for name, p in request.module.named_parameters() if p.requires_grad}
         self._seed = 1.0  # the gradient of the stages' loss
+        self._suspects: list[tuple[Fact, float, float, str]] = []
+        """Values that are not close: (name, largest difference, largest number of the model's value, both in words)."""
 
-    def run(self, call: Callable[[Batch, int], Seen], rounding: Rounding | None = None) -> Seen:
-        """Runs ``call`` on each micro-batch, returns the values to compare, and restores the state."""
-        seen = Seen()
-        draws = any(stage.draws_random for stage in self.graph)
-        try:
-            with as_in_a_step(self.request, self._devices if draws else None), rounding or nullcontext():
-                for microbatch, batch in enumerate(self.batches):
-                    seen |= call(own(self.request, batch), microbatch)
-                    for name, buffer in self.request.module.named_buffers():
-                        seen[Fact(BUFFER, name, microbatch)] = buffer.detach().clone()
-        finally:
-            self._state.restore()
+    @contextmanager
+    def _from(self, state: State, rounding: Rounding | None = None) -> Iterator[None]:
+        """A context in the modes of a step that begins in this state."""
+        state.restore()
+        with as_in_a_step(self.request, self._devices if self._draws else None), rounding or nullcontext():
+            yield
+
+    def run(self, call: Callable[[Batch, int], Seen], microbatch: int, rounding: Rounding | None = None) -> Seen:
+        """Runs ``call`` on a micro-batch, the second in the state that the first left; returns values to compare."""
+        with self._from(self._second[call] if microbatch else self.start, rounding):
+            seen = call(own(self.request, self.batches[microbatch]), microbatch)
+            for name, buffer in self.request.module.named_buffers():
+                seen[Fact(BUFFER, name, microbatch)] = buffer.detach().clone()
+            if call not in self._second:
+                before = self.start.numbers
+                self._second[call] = State.of(self.request.roots, self._devices, self.request.generators, before)
         return seen
+
+    def compare(self) -> str:
+        """Returns the reason why a micro-batch cannot be compared, or "". TraceError for the first value of the stages
+        that differs from the model's by more than the rounding error of so many operators.
+
+        A gradient's scale is at least an eighth of the model's largest gradient: a gradient of 0 is only rounding.
+        """
+        why = self._compare_on(0) or self._compare_on(1)
+        if why or not self._suspects:
+            return why
+        # Both run again: the stages, to count their operators, and the model, for its largest gradient.
+        rounding, most, self._wanted = Rounding(), 0.0, Seen()
+        for microbatch in range(len(self.batches)):
+            self.run(self.stages, microbatch, rounding)
+            seen = self.run(self.model, microbatch).items()
+            most = max([most, *(largest(value) for fact, value in seen if fact.kind == GRADIENT)])
+            del seen
+        for fact, apart, scale, difference in self._suspects:
+            least = most / CONSTANT if fact.kind == GRADIENT else 0.0
+            if apart > rounding.tolerance * max(scale, least):
+                raise TraceError(f"{_WRONG}: {difference}; {_INSTEAD}")
+        return ""
+
+    def _compare_on(self, microbatch: int) -> str:
+        try:
+            self._wanted = Seen()
+            self._wanted = wanted = self.run(self.model, microbatch)
+        except TopologyError:
+            raise
+        except Exception as error:
+            return f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
+        if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps a fake tensor
+            raise TraceError(LEFT_BEHIND)
+        try:
+            got = self.run(self.stages, microbatch)
+        except torch.OutOfMemoryError as error:
+            return _in_a_line(error)
+        except Exception as error:
+            raise TraceError(f"{_WRONG}: where the model runs, they fail: {_in_a_line(error)}; {_INSTEAD}") from error
+        for fact, right in wanted.items():
+            if not is_close(mine := got.get(fact), right):
+                self._suspects.append((fact, gap(mine, right), largest(right), self._difference(fact, mine, right)))
+        if self.request.training:
+            value, count = (wanted.get(Fact(kind, "", microbatch)) for kind in (LOSS, COUNT))
+            self.losses[microbatch,] = MicrobatchLoss(value, count, {})  # type: ignore[arg-type]
+        if self.graph.counting is not None and self.graph.counting.function is None:
+            self._wanted = wanted = got
+            self._check_proportional(got, microbatch)
+        return ""
 
     def model(self, batch: Batch, microbatch: int) -> Seen:
         watched = watching(self.request.module, self.request.whole, _Called())
@@ -267,11 +321,24 @@ class _Trial:
             saved.append(data)
             arrived |= dict(zip(stage.outputs, outputs, strict=False))  # the result belongs to no edge
             result = outputs[-1] if stage.returns_result else result
-        return self._seen(result, microbatch, partial(self._backward, saved))
+        equal = [self._wanted.get(Fact(GRADIENT, name, microbatch)) for name in self._trainable]
+        return self._seen(result, microbatch, partial(self._backward, saved, equal))
 
-    def _backward(self, saved: Sequence[Saved], loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """The gradient of each of these parameters, summed over the stages."""
+    def _backward(
+        self, saved: Sequence[Saved], equal: Sequence[Tensor | None], loss: Tensor, parameters: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """The gradient of each of these parameters, summed over the stages, and divided by the loss's gradient; it is
+        the tensor in ``equal`` if it has the same bits."""
+
+        def taken(right: Tensor | None, gradient: Tensor) -> Tensor:
+            own = gradient if self._seed == 1 else gradient / self._seed
+            return right if right is not None and is_same(own, right) else own
+
         saved[self.graph.output_stage].take_root(loss, self._seed)
+        with gradients_through([(p, partial(taken, right)) for p, right in zip(parameters, equal, strict=True)]):
+            return self._summed(saved, parameters)
+
+    def _summed(self, saved: Sequence[Saved], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         sums: list[Tensor | None] = [None] * len(parameters)
         returned: dict[Edge, Any] = {}
         for stage, data in reversed(list(zip(self.graph, saved, strict=True))):
@@ -283,12 +350,12 @@ class _Trial:
             sums = list(map(added, sums, gradients))
         return sums
 
-    def check_proportional(self, got: Seen) -> None:
+    def _check_proportional(self, got: Seen, microbatch: int) -> None:
         """TraceError if the stages' gradients in ``got`` are not proportional to the loss's gradient. If the count of a
         ``Sum`` is known late, a step divides the gradients by it after the backward."""
         self._seed = 2.0**-10  # a power of 2 rounds nothing
-        seen = self.run(self.stages)
-        scaled = {fact: g if fact.kind != GRADIENT or g is None else g / self._seed for fact, g in seen.items()}
+        scaled = self.run(self.stages, microbatch)
+        self._seed = 1.0
         if suspects := [fact for fact, right in got.items() if not is_close(scaled[fact], right)]:
             raise TraceError(
                 f"{suspects[0]} is not proportional to the gradient of the loss, as the backward of an "
@@ -310,9 +377,9 @@ class _Trial:
             }
         part = read_loss(result)
         computed = gradients(part.value, list(self._trainable.values()))
-        seen = Seen({Fact("the loss", "", microbatch): part.value.detach()})
+        seen = Seen({Fact(LOSS, "", microbatch): part.value.detach()})
         if part.count is not None:
-            seen[Fact("the count of the loss", "", microbatch)] = torch.as_tensor(part.count).detach().clone()
+            seen[Fact(COUNT, "", microbatch)] = torch.as_tensor(part.count).detach().clone()
         for (name, form), value in columns_of(part.metrics).items():
             metric = repr(name) if form in ("mean", "integer") else f"{name!r} ({form})"
             seen[Fact("the loss's", metric, microbatch)] = torch.as_tensor(value).detach().clone()
@@ -321,32 +388,8 @@ class _Trial:
 
     def loss(self, batch: Batch) -> MicrobatchLoss:
         """The model's loss of a batch, from the state and the random numbers with which each run begins."""
-        losses: list[MicrobatchLoss] = []
-
-        def run(batch: Batch, microbatch: int) -> Seen:
-            with torch.no_grad(), within(self.request.autocast):
-                losses.append(read_loss(self.request.call(batch)))
-            return Seen()
-
-        _Trial(self.graph, self.request, [batch]).run(run)
-        return losses[0]
-
-    def compare(self, got: Seen, wanted: Seen) -> None:
-        """TraceError if a value of the stages differs from the model's value.
-
-        A gradient's scale is at least an eighth of the model's largest gradient: a gradient of 0 is only rounding.
-        """
-        # 1. Close values pass. Only the other values need the rounding error that so many operators may add up to.
-        suspects = {fact: right for fact, right in wanted.items() if not is_close(got.get(fact), right)}
-        if not suspects:
-            return
-        self.run(self.stages, rounding := Rounding())  # runs the stages again, to count their operators
-        gradients = max((largest(value) for fact, value in wanted.items() if fact.kind == GRADIENT), default=0.0)
-        # 2. A value's scale is its largest number; a gradient's is at least the model's largest gradient / CONSTANT.
-        for fact, right in suspects.items():
-            scale = max(largest(right), gradients / CONSTANT if fact.kind == GRADIENT else 0.0)
-            if gap(got.get(fact), right) > rounding.tolerance * scale:
-                raise TraceError(f"{_WRONG}: {self._difference(fact, got.get(fact), right)}; {_INSTEAD}")
+        with self._from(self.start), torch.no_grad(), within(self.request.autocast):
+            return read_loss(self.request.call(own(self.request, batch)))
 
     def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
         owners = [stage.name for stage in self.graph if fact.name in stage.tensors]

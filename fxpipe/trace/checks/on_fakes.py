@@ -12,7 +12,6 @@ from torch.fx import Node
 
 from fxpipe.graph.program import Program, Shapes, is_assertion
 from fxpipe.like import TensorLike
-from fxpipe.schedules.no_gc import paused
 from fxpipe.seeds import random_apart
 from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree, uncompiled
@@ -71,7 +70,6 @@ def modes_of(node: Node) -> Iterator[None]:
         leave_modes(entered)
 
 
-@paused()
 def shapes_of(
     program: Program,
     example: Mapping[str, Any],

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, QuestionKind
-from fxpipe.torch_compat import FakeTensor, computation_of, fix_size, is_unbacked, known_truth, size_decisions
+from fxpipe.torch_compat import FakeTensor, computation_of, computed, fix_size, is_unbacked, known_truth, size_decisions
 from fxpipe.trace.patching import all_patched, patched
 from fxpipe.trace.state.contents import users_modules
 from fxpipe.trace.user_line import current_line
@@ -56,6 +56,8 @@ class Decisions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = _KINDS.get(function)
+        if kind is not None and _is_asked(args[0]) and (known := computed(function, args[0])) is not None:
+            return known
         if kind is not None and self._answers(kind, args[0]):
             is_truth = kind == "number" and args[0].dtype == torch.bool
             return _as_lists(self._asked(args[0], "truth" if is_truth else kind, self._made(args[0])))

@@ -20,7 +20,6 @@ from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.program import Program
 from fxpipe.like import TensorLike
-from fxpipe.schedules.no_gc import paused
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import (
@@ -38,7 +37,7 @@ from fxpipe.trace.export.guard import RandomWatch, TracingGuard, refuse_random_n
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
 from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import refuse
+from fxpipe.trace.patching import as_in_run, refuse
 from fxpipe.trace.request import Place, Request, named
 from fxpipe.trace.user_line import is_torchs, line_of
 
@@ -50,7 +49,6 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 """The types of the values that a graph computes: tensors, and Python numbers that depend on tensors."""
 
 
-@paused()
 def export(request: Request) -> Program:
     """Captures by running forward on fake tensors; TraceError, with the user's line, for code that no graph can hold.
 
@@ -83,6 +81,7 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
     return frozenset(dim for dim in request.varying if leaves[dim[0]][dim[1]].shape[dim[2]] in counts)
 
 
+@as_in_run
 def _export(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)

@@ -29,7 +29,7 @@ from fxpipe.trace.patching import refuse
 from fxpipe.trace.record.tape import TouchedMode
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import noting
-from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, own
+from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, in_compute_dtype, own
 from fxpipe.trace.state.snapshot import Snapshot, State, storage_of
 from fxpipe.trace.user_line import line_of
 
@@ -60,7 +60,8 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     state, observer = State.of(request.roots, devices, request.generators), _Observer(request)
     try:
         # draws from the model's own generators show in their states, which are not reset between modules here
-        with as_in_a_step(replace(request, generators={}), devices), recording(observer.boundary):
+        step = as_in_a_step(replace(request, generators={}), devices)
+        with in_compute_dtype(request), step, recording(observer.boundary):
             inputs = own(request, batch)
             with (
                 watching(request.module, request.whole, observer.call),

@@ -90,7 +90,6 @@ class Calls:
             parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
             stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
-            stack.callback(self.own.put_back)
             stack.enter_context(watching_attributes(self._paths, self._note_attribute, self.own))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial, reduce
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -203,7 +204,7 @@ class Recorder(TorchFunctionMode):
         if function in CHECKS and isinstance(args[0], Tensor):
             return None  # the program has no assertions on the values of tensors
         if function is Tensor.__bool__:
-            certain = outcome(self.value_if_any(args[0]), self.tape)
+            certain = outcome(self.value_if_any(args[0]), self.tape, self.is_constant(args[0]))
             if certain is not None:
                 return certain
         if name in _HOOKS:
@@ -417,11 +418,15 @@ _AT_THE_EDGE = (
 # --- Branches that go the same way in every step ---
 
 
-def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bool | None:
-    """The result of ``torch.rand([]) < bound`` if all numbers in [0, 1) give the same result; else None.
+def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle], is_constant: bool) -> bool | None:
+    """The truth of a constant, if no operation has written; the result of ``torch.rand([]) < bound`` if all numbers in
+    [0, 1) give the same result; else None.
 
     transformers' speech models and BART compare so with their ``layerdrop``, where 0 means off.
     """
+    if is_constant and not any(entry.touched.writes for entry in tape if isinstance(entry, Operation)):
+        with outside():
+            return bool(_computed(value))
     compared = value.maker if value is not None else None
     if not isinstance(compared, Operation) or len(compared.args) != 2:
         return None
@@ -435,3 +440,18 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle]) -> bo
     if memory is None or any(memory in entry.touched.writes for entry in tape if isinstance(entry, Operation)):
         return None
     return None if 0 < bound < 1 else bound >= 1
+
+
+def _computed(value: Any) -> Any:
+    """The real tensor for a constant's value on the tape, by the operations that make it."""
+
+    @cache
+    def result(maker: Any) -> Any:
+        args, kwargs = mapped((maker.args, maker.kwargs), real)
+        is_method = maker.kind == "call_method"
+        return (getattr(args[0], maker.target) if is_method else maker.target)(*args[is_method:], **kwargs)
+
+    def real(leaf: Any) -> Any:
+        return reduce(getitem, leaf.path, result(leaf.maker)) if isinstance(leaf, TapeValue) else leaf
+
+    return real(value)

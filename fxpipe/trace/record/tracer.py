@@ -23,7 +23,7 @@ from fxpipe.torch_compat import import_dynamo, pytree
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import Regions
-from fxpipe.trace.patching import refuse_changes
+from fxpipe.trace.patching import as_in_run, refuse_changes
 from fxpipe.trace.record.calls import Calls, RunPlan
 from fxpipe.trace.record.emit import Emitter
 from fxpipe.trace.record.recorder import Recorder, SetAttribute
@@ -36,6 +36,7 @@ _FINE = 32
 """Without a boundary, a submodule is opaque if its parameters have at most 1/32 of the bytes of the model's tensors."""
 
 
+@as_in_run
 def record(request: Request) -> Program:
     """Captures a model by running it on fake tensors; TraceError, with the user's line, for code it cannot record."""
     assert request.example is not None

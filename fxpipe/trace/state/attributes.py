@@ -33,7 +33,7 @@ def watching_attributes(
     paths: Mapping[int, str], takes: Callable[[nn.Module, str, Any, str], bool], own: CallAttributes
 ) -> Iterator[None]:
     """While this context is open, calls ``takes(module, name, value, path)`` for each attribute of the model that
-    forward sets, and adds each attribute that forward reads to ``own.read``.
+    forward sets, and adds each attribute that forward reads to ``own.read``. At the end ``own`` puts values back.
 
     The attribute is set as usual unless ``takes`` returns True. ``paths``: the id of a submodule's ``__dict__`` → the
     submodule's path; torch.export's stand-in for a module shares the module's ``__dict__``.
@@ -46,7 +46,10 @@ def watching_attributes(
             original(module, name, value)
 
     with patched(nn.Module, "__setattr__", guarded), noting() as own.read:
-        yield
+        try:
+            yield
+        finally:
+            own.put_back()
 
 
 class CallAttributes:
@@ -155,18 +158,13 @@ class CaptureGuard:
     @contextlib.contextmanager
     def forward(self, patches: list[Patch]) -> Iterator[None]:
         """A context around the call of the model. TraceError if the call has changed attributes that it may not."""
-        try:
-            inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
-            attributes = watching_attributes(self.paths, self.take_attribute, self.own)
-            checkpoints = checkpoints_as(refuse_checkpoint, refuse_checkpoint)
-            with all_patched([*patches, inference]), attributes, checkpoints:
-                yield
-            # before the comparison, which would report the attributes that forward may set
-            self.own.put_back()
-            for root, snapshot in self.snapshots.items():
-                refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), _RETURN_IT)
-        finally:
-            self.own.put_back()
+        inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
+        attributes = watching_attributes(self.paths, self.take_attribute, self.own)
+        checkpoints = checkpoints_as(refuse_checkpoint, refuse_checkpoint)
+        with all_patched([*patches, inference]), attributes, checkpoints:
+            yield
+        for root, snapshot in self.snapshots.items():
+            refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), _RETURN_IT)
 
     def may_change(self, name: str) -> bool:
         """Whether forward may leave the attribute of that name changed."""

@@ -87,17 +87,17 @@ class Reads:
             for path, module in part.named_modules():
                 modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage runs the Python code of these submodules, which reads their attributes anew in every step.
-        follows = {id(vars(part)) for module in live for part in module.modules()}
+        parts = {id(vars(part)): part for module in live for part in module.modules()}
         wanted = [
             (owner, name)
             for owner, name in noted
-            if owner in modules and owner not in follows and (owner, name) not in sets
+            if owner in modules and owner not in parts and (owner, name) not in sets
             if name not in _OWN and not name.startswith("__")
         ]
         more = replace(
             self,
             modules=modules,
-            sets={**self.sets, **{key: line for key, line in sets.items() if key[0] not in follows}},
+            sets={**self.sets, **{key: line for key, line in sets.items() if key[0] not in parts}},
             computed_with=(*self.computed_with, *computed_with),
             glance=None,
         )
@@ -106,15 +106,11 @@ class Reads:
             raise TraceError(_GONE.format(name=more._name(carried), line=more.sets[carried]))
         state = {**self.states[self.number], **{key: more._value(key) for key in wanted}}
         states = (*self.states[: self.number], state, *self.states[self.number + 1 :])
-        buffers = {key: more._buffer(key) for key in (*wanted, *more._saved(live))}
+        # a stage's state dict saves the persistent buffers that the submodules had in the capture
+        known = [(owner, part) for owner, part in parts.items() if owner in modules]
+        saved = [(owner, name) for owner, p in known for name in p._buffers.keys() - p._non_persistent_buffers_set]
+        buffers = {key: more._buffer(key) for key in (*wanted, *saved)}
         return replace(more, states=states, buffers={**self.buffers, **buffers})
-
-    def _saved(self, live: Iterable[nn.Module]) -> Iterator[Key]:
-        """The persistent buffers of these submodules: a stage's state dict saves the tensors of the capture."""
-        for part in (part for module in live for part in module.modules()):
-            if id(vars(part)) in self.modules:
-                names = part._buffers.keys() - part._non_persistent_buffers_set
-                yield from ((id(vars(part)), name) for name in names)
 
     def after_compile(self) -> Reads:
         """The reads with the model's present values, so that changes by compile itself do not count."""
@@ -156,9 +152,7 @@ class Reads:
     def drop_set(self) -> None:
         """Puts a ``Gone`` where forward sets an attribute: the value belongs to one call."""
         for key, line in self.sets.items():
-            table = vars(self.modules[key[0]][1])
-            if type(table.get(key[1])) is not Gone:
-                table[key[1]] = Gone(_GONE.format(name=self._name(key), line=line))
+            vars(self.modules[key[0]][1])[key[1]] = Gone(_GONE.format(name=self._name(key), line=line))
 
     def changed(self) -> str | None:
         """The name of an attribute that has changed since the last check; None if no attribute has changed."""

@@ -151,11 +151,21 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices, request.generators))
-        # the caller restores .data by a State
-        for parameter in request.module.parameters() if request.compute is not None else ():
-            if parameter.is_floating_point():
-                parameter.data = parameter.detach().to(request.compute)
         yield
+
+
+@contextlib.contextmanager
+def in_compute_dtype(request: Request) -> Iterator[None]:
+    """While this context is open, the model's floating-point parameters have the dtype of the step."""
+    parameters = request.module.parameters() if request.compute is not None else ()
+    originals = [(parameter, parameter.data) for parameter in parameters if parameter.is_floating_point()]
+    try:
+        for parameter, original in originals:
+            parameter.data = original.to(request.compute)
+        yield
+    finally:
+        for parameter, original in originals:
+            parameter.data = original
 
 
 def own(request: Request, batch: Batch) -> dict[str, Any]:
@@ -192,7 +202,7 @@ def differences(first: Tensor, other: Tensor) -> Tensor:
 
 def gap(got: Tensor | None, wanted: Tensor | None) -> float:
     """The largest difference of two elements; inf if only one of the two is finite, or if the shapes differ."""
-    if _is_same(got, wanted):
+    if is_same(got, wanted):
         return 0.0
     first, other = in_double(got, wanted), in_double(wanted, got)
     if first.shape != other.shape:
@@ -225,8 +235,8 @@ def is_repeated(again: Tensor, first: Tensor) -> bool:
     return is_close(again, first, math.sqrt(unit(first)))
 
 
-def _is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
+def is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
     """Whether both have the same dtype and layout and are equal. This check comes first, as it allocates nothing."""
-    if got is None or wanted is None or got.dtype != wanted.dtype:
+    if got is wanted or got is None or wanted is None or got.dtype != wanted.dtype:
         return got is wanted
     return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)

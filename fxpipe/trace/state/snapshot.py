@@ -136,17 +136,28 @@ class State:
         tensors: Iterable[Tensor],
         devices: Iterable[torch.device],
         own: Generators,
+        earlier: Iterable[Numbers] = (),
     ) -> None:
         self._snapshots, self._random = snapshots, RandomState(devices, own=own)
-        self.numbers = [Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors]
+        same = {id(numbers.tensor): numbers for numbers in earlier if not numbers.was_written}
+        self.numbers = [
+            same.get(id(tensor)) or Numbers(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in tensors
+        ]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], devices: Iterable[torch.device], own: Generators) -> State:
-        """The state of modules, with the values of all dense tensors that the modules hold."""
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        devices: Iterable[torch.device],
+        own: Generators,
+        earlier: Iterable[Numbers] = (),
+    ) -> State:
+        """The state of modules, with the values of all dense tensors that the modules hold. ``earlier``: numbers of an
+        earlier state, which serve again unless their tensor was written since."""
         snapshots = [Snapshot(module) for module in modules]
         tensors = {id(tensor): tensor for snapshot in snapshots for tensor in snapshot.tensors()}
         plain = (tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_quantized)
-        return cls(snapshots, plain, devices, own)
+        return cls(snapshots, plain, devices, own, earlier)
 
     def bumped(self) -> frozenset[int]:
         """The ids of the tensors whose version has changed since."""
