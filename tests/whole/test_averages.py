@@ -20,7 +20,7 @@ from tests.whole.test_readme import ROOT, blocks
 
 STEPS, RANKS = 3, 3
 PAGE: dict[str, Any] = {"copy": copy, "fxpipe": fxpipe, "nn": nn, "torch": torch, "Tensor": Tensor, "F": nn.functional}
-exec("from __future__ import annotations\n" + "\n".join(blocks(ROOT / "examples/training_loop.md", "py")), PAGE)
+exec("from __future__ import annotations\n" + "\n".join(blocks(ROOT / "examples/averages.md", "py")), PAGE)
 Teaching: Any = PAGE["Teaching"]
 
 
