@@ -29,6 +29,7 @@ from fxpipe.distributed.traffic import DATA_AXIS
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, describe_error, printable
 from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device
+from fxpipe.policies import Checks
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
 from fxpipe.small_file import write_whole
@@ -148,7 +149,7 @@ class Doctor:
         if self._plain is None:
             raise RunError("there is nothing to compare with")
         (model, expected), loss_fn = self._plain, nn.functional.mse_loss
-        options: dict[str, Any] = {"microbatches": self._microbatches, "timeout": TIMEOUT}
+        options: dict[str, Any] = {"microbatches": self._microbatches, "checks": Checks(timeout=TIMEOUT)}
         cuts = [name for name, _ in model.named_children()][1:]
         self._step = step = compile(model, self._topology, loss_fn=loss_fn, boundaries=cuts, **options)
         real = {"loss": step(**self._batch)} | {name: parameter.grad for name, parameter in step.named_parameters()}

@@ -145,8 +145,8 @@ def test_a_pass_of_ones_own_knows_the_shapes_of_the_example(tracer: TracerName, 
 
     options: Any = {"example_args": (torch.randn(6, 4),)} if given else {}
     topology = fxpipe.Topology([("pipe", 2)])
-    options |= {"tracer": fxpipe.Tracing(check=False)}  # the model's loss is a sum
-    fxpipe.compile(Model(), topology, microbatches=3, tracer=tracer, passes=(*passes.default(), seen), **options)
+    tracing = fxpipe.Tracing(tracer, check=False)  # the model's loss is a sum
+    fxpipe.compile(Model(), topology, microbatches=3, tracer=tracing, passes=(*passes.default(), seen), **options)
     shapes = programs[0].shapes
     assert given == bool(shapes)
     if given:

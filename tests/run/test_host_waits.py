@@ -1,4 +1,4 @@
-"""Host waits: where a step waits for the device, exactly, on simulated GPUs. examples/host_waits.md gives the reasons."""
+"""Host waits: where a step waits for the device, exactly, on simulated GPUs. examples/host_waits.md says why."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from fxpipe.sharding.data_axis import ALIGNMENT, BucketLayout, Item, BucketKind, lay_out
+from fxpipe.sharding.data_axis import ALIGNMENT, BucketKind, BucketLayout, Item, lay_out
 
 PLAIN = BucketKind(stage=0, owners=(), whole=False, element=4)
 WHOLE = BucketKind(stage=0, owners=(), whole=True, element=4)

@@ -526,8 +526,8 @@ def test_what_a_region_keeps_between_calls_in_one_stage_is_as_in_plain_pytorch(h
 
 def test_what_a_region_returns_is_seen_without_the_check_too() -> None:
     case = two(lambda: AroundIt(""), microbatches=1)
-    options: Any = {"boundaries": REGION, "example_kwargs": POSITIVE, "tracer": fxpipe.Tracing(check=False)}
-    forward_backward = compiled(case, tracer="export", **options)
+    options: Any = {"boundaries": REGION, "example_kwargs": POSITIVE, "tracer": fxpipe.Tracing("export", check=False)}
+    forward_backward = compiled(case, **options)
     assert "not checked: fxpipe.Tracing(check=False)" in str(forward_backward.stages)
     assert_same(forward_backward(**NEGATIVE), case.model()(**NEGATIVE).detach(), "loss", 1e-6)
 
