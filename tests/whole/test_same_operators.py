@@ -20,8 +20,8 @@ from tests.models import Inputs
 
 ONE = fxpipe.Topology([("pipe", 1)])
 OWN = frozenset(
-    "_local_scalar_dense _to_copy arange clamp clone div empty fill_ full lift_fresh_copy mul ne ones_like promote_types "
-    "stack sum zeros".split()
+    "_local_scalar_dense _to_copy arange clamp clone div empty fill_ full lift_fresh_copy mul ne ones_like "
+    "promote_types stack sum zeros".split()
 )
 """Operators that a step needs for its loss, the count of labels and constants, or whose results nothing uses."""
 FAMILIES = "Llama Whisper BERT".split()
