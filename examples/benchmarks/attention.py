@@ -154,7 +154,7 @@ def differing(name: str) -> dict[str, tuple[int, int]]:
     family = FAMILIES[name]
     model = family.model()
     plain, batch = copy.deepcopy(model), full(family.batch(0, torch.Generator().manual_seed(0)))
-    options = {"batch_dim": family.rules, "loss_fn": family.loss, "check_capture": False}
+    options = {"batch_dim": family.rules, "loss_fn": family.loss, "tracer": fxpipe.Tracing(check=False)}
     forward_backward = fxpipe.compile(model, ONE, microbatches=1, example_kwargs=batch, **options)
     forward_backward.step_microbatches([((), batch)])  # the first step captures
     forward_backward.zero_grad()

@@ -48,7 +48,7 @@ class Stack(nn.Module):
 
 def of_fxpipe(layers: int, width: int) -> Parts:
     topology = fxpipe.Topology([("pipe", 1), ("data", dist.get_world_size())])
-    options = {"check_capture": False, "check_batches": False}
+    options: Any = {"tracer": fxpipe.Tracing(check=False), "checks": fxpipe.Checks(batches=False)}
     forward_backward = fxpipe.compile(Stack(layers, width), topology, microbatches=1, zero=3, **options)
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-4, foreach=True)
     x = torch.randn(4, width)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
 from itertools import chain
 from typing import NoReturn
 
@@ -62,11 +62,16 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
     return order
 
 
-def check_cells(schedule: Schedule) -> list[array[int]]:
-    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once. Returns, for each
-    stage and micro-batch or first of a group, the kinds that the table has, a bit of ``_bits`` each."""
+Seen = Sequence[MutableSequence[int] | MutableMapping[int, int]]
+"""Stage → micro-batch, or first of a group → the kinds that a table has, a bit of ``_bits`` each."""
+
+
+def check_cells(schedule: Schedule) -> Seen:
+    """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
     groups, rank_of, bits = schedule.groups, schedule.rank_of, _bits()
-    seen = [array("H", bytes(2 * schedule.microbatches)) for _ in groups]
+    # A table that lacks most of its forwards, as one with a single cell of micro-batch 10^9, gets no room for all.
+    is_full = schedule.microbatches <= sum(map(len, schedule.rows)) * max(groups, default=1)
+    seen: Seen = [array("H", bytes(2 * schedule.microbatches)) if is_full else defaultdict(int) for _ in groups]
     for rank, row in enumerate(schedule.rows):
         for action in row:
             stage, kind, microbatch, count = action
@@ -89,7 +94,7 @@ def _bits() -> dict[Kind, int]:
     return {kind: 1 << number for number, kind in enumerate(KINDS.values())}
 
 
-def _check_complete(schedule: Schedule, seen: Sequence[array[int]]) -> None:
+def _check_complete(schedule: Schedule, seen: Seen) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
     bits = _bits()
     free = sum(bit for kind, bit in bits.items() if kind.is_optional and kind.part_of is not BACKWARD)
@@ -97,7 +102,7 @@ def _check_complete(schedule: Schedule, seen: Sequence[array[int]]) -> None:
         right = [{Kind.F} | kinds for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
         # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
         for kind in bits if schedule.backward[stage] else ():
-            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in seen[stage]):
+            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in _values(seen[stage])):
                 right = [kinds | {kind} for kinds in right]
         sums = [sum(bits[kind] for kind in kinds) for kinds in right]
         for microbatch in range(0, schedule.microbatches, size):
@@ -114,6 +119,10 @@ def _check_complete(schedule: Schedule, seen: Sequence[array[int]]) -> None:
             lacks = "" if schedule.backward[stage] else " has no backward, and"
             fact = f"stage {stage}{lacks} needs {needed} on rank {rank}; the table has {present}"
             _fail(schedule, here or schedule.rows[rank][-1:], fact)
+
+
+def _values(seen: MutableSequence[int] | MutableMapping[int, int]) -> Iterable[int]:
+    return seen.values() if isinstance(seen, MutableMapping) else seen
 
 
 def _check_edges(schedule: Schedule) -> None:

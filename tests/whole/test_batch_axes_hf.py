@@ -182,8 +182,9 @@ def trained_in_parts(axes: Axes) -> Run:
     forget_groups()
     topology = Topology(axes)
     parts = [{name: topology.context_part(value) for name, value in batch.items()} for batch in sequences(ROWS * 2)]
-    options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES, "tracer": "record"}
-    options |= {"example_kwargs": parts[0], "check_capture": False, "parallelize": spread_attention}
+    options = {"boundaries": layers("model.layers", 2), "microbatches": MICROBATCHES}
+    tracer = fxpipe.Tracing("record", check=False)
+    options |= {"example_kwargs": parts[0], "tracer": tracer, "parallelize": spread_attention}
     step = fxpipe.compile(llama(), topology, **options)
     optimizer, run = step.optimizer(torch.optim.AdamW, **ADAMW["optimizer_options"]), Run()
     for part in parts:
