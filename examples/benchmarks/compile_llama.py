@@ -46,7 +46,8 @@ def llama(size: str) -> tuple[nn.Module, dict[str, Any], str]:
 def compiled(size: str, check: bool = True) -> Callable[[], object]:
     model, batch, cut = llama(size)
     options: dict[str, Any] = {"boundaries": [cut], "microbatches": 4, "example_kwargs": batch}
-    return lambda: fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), tracer=fxpipe.Tracing(check=check), **options)
+    options |= {} if check else turns.without_checks()
+    return lambda: fxpipe.compile(model, fxpipe.Topology([("pipe", 2)]), **options)
 
 
 def exported(size: str) -> Callable[[], object]:

@@ -20,13 +20,12 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from turns import in_turns, table
+from turns import in_turns, table, without_checks
 
 import fxpipe
 
@@ -49,8 +48,7 @@ class Stack(nn.Module):
 
 def of_fxpipe(layers: int, width: int) -> Parts:
     topology = fxpipe.Topology([("pipe", 1), ("data", dist.get_world_size())])
-    options: Any = {"tracer": fxpipe.Tracing(check=False), "checks": fxpipe.Checks(batches=False)}
-    forward_backward = fxpipe.compile(Stack(layers, width), topology, microbatches=1, zero=3, **options)
+    forward_backward = fxpipe.compile(Stack(layers, width), topology, microbatches=1, zero=3, **without_checks())
     optimizer = forward_backward.optimizer(torch.optim.AdamW, lr=1e-4, foreach=True)
     x = torch.randn(4, width)
     return {

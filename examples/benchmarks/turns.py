@@ -13,8 +13,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
+
+import fxpipe
 
 HERE = Path(__file__).resolve().parents[2]
 Figures = dict[str, float]
@@ -52,6 +55,13 @@ def in_turns(script: str, arguments: Sequence[str], before: Path | None, rounds:
         if before:
             medians[figure]["ratio"] = statistics.median(row["now"][figure] / row["before"][figure] for row in rows)
     return medians
+
+
+def without_checks() -> dict[str, Any]:
+    """The options of ``compile``, here or in an earlier checkout, by which it compares neither captures nor batches."""
+    if hasattr(fxpipe, "Checks"):
+        return {"tracer": fxpipe.Tracing(check=False), "checks": fxpipe.Checks(batches=False)}
+    return {"check_capture": False, "check_batches": False}
 
 
 def table(medians: dict[str, Figures]) -> str:
