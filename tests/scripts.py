@@ -93,7 +93,11 @@ class Scripts:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         print(json.dumps(job), file=self._server.stdin, flush=True)
-        if not select.select([self._server.stdout], [], [], SECONDS)[0]:
-            self.close()
-            raise AssertionError(f"{job['arguments']} did not end within {SECONDS:.0f} seconds")
+        ended = False
+        try:
+            ended = bool(select.select([self._server.stdout], [], [], SECONDS)[0])
+        finally:  # also where the test's own limit interrupts the wait: the server would answer the next test with this
+            if not ended:
+                self.close()
+        assert ended, f"{job['arguments']} did not end within {SECONDS:.0f} seconds"
         return int(self._server.stdout.readline() or -1)

@@ -141,6 +141,7 @@ else:
 """For those without arguments: fewer steps, with saves and evaluations among them. ``zero.py`` runs with its page."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_script_prints_on_two_ranks_what_it_prints_in_one_process(
     name: str, tmp_path: Path, scripts: Scripts
