@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from fxpipe.errors import RunError
 from fxpipe.hardware import Hardware
 from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
-from fxpipe.policies import CHECKS, Checks, TracerName, Tracing, Zero, ZeroLevel
+from fxpipe.policies import CHECKS, LEVEL, Checks, TracerName, Tracing, Zero, ZeroLevel
 from fxpipe.precision import Precision
 from fxpipe.validation import (
     Expected,
@@ -166,10 +166,7 @@ _KINDS: Mapping[str, Expected] = {
     "example_kwargs": Expected(
         lambda value: is_mapping(value) and all(map(is_text, value)), "a dict input name -> value"
     ),
-    "zero": Expected(
-        lambda value: isinstance(value, Zero) or (is_whole(value) and 0 <= value <= 3),
-        "0, 1 (optimizer state), 2 (and gradients), 3 (and parameters) or fxpipe.Zero(...)",
-    ),
+    "zero": Expected(lambda value: isinstance(value, Zero) or LEVEL.fits(value), f"{LEVEL.words}, or fxpipe.Zero(...)"),
     "precision": Expected(
         lambda value: isinstance(value, Precision), "fxpipe.Precision(...), as fxpipe.Precision(compute=torch.bfloat16)"
     ),

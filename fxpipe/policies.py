@@ -90,14 +90,15 @@ class Checks(_Checked):
     on all ranks and before an optimizer steps; each call then waits for its loss."""
     timeout: float = 300.0
     """Seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all others
-    and raises. While other ranks capture, compile or save, a wait may take 12 times as long."""
+    and raises. While other ranks capture, compile or save, a wait may take longer, by up to 12 times this."""
 
 
+LEVEL = Expected(
+    lambda value: is_whole(value) and 0 <= value <= 3,
+    "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+)
 _FITTING: Mapping[str, Expected] = {
-    "level": Expected(
-        lambda value: is_whole(value) and 0 <= value <= 3,
-        "0, 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
-    ),
+    "level": LEVEL,
     "scope": Expected(lambda value: value in ("node", "data"), '"node" or "data"'),
     "bucket_mb": Expected(lambda value: is_number(value) and 0 < value < math.inf, "a size above 0, in MiB"),
     "name": Expected(is_text, "a name out of fxpipe.TRACERS"),

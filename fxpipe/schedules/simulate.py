@@ -11,7 +11,7 @@ from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, Half, in_order
+from fxpipe.schedules.dependency import Dependencies, in_order
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind
 from fxpipe.schedules.lower import Message
 from fxpipe.schedules.no_gc import paused
@@ -196,14 +196,9 @@ def lower_bound(
 # and the inputs alone from F to R ---
 
 
-def recomputed_in(schedule: Schedule) -> frozenset[Half]:
-    """Returns the (stage, micro-batch) of each forward that the table repeats as R."""
-    return frozenset(schedule.dependencies.recomputed)
-
-
 def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
     """Returns a function: action → how many more micro-batches its stage holds after it; negative if it frees some."""
-    recomputed = recomputed_in(schedule)
+    recomputed = schedule.dependencies.recomputed
 
     def change(action: Action) -> int:
         if not schedule.backward[action.stage]:
@@ -231,7 +226,7 @@ def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     Inputs that have arrived for a forward that has not run yet do not count.
     """
     # The peak may occur inside an action, which may hold more bytes while it runs than before or after.
-    recomputed = recomputed_in(schedule)
+    recomputed = schedule.dependencies.recomputed
     peaks = []
     for row in schedule.rows:
         now = peak = 0.0

@@ -9,9 +9,8 @@ entered it.
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NoReturn
 
@@ -62,16 +61,14 @@ def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edg
     return order
 
 
-Seen = Sequence[MutableSequence[int] | MutableMapping[int, int]]
+Seen = Sequence[Mapping[int, int]]
 """Stage → micro-batch, or first of a group → the kinds that a table has, a bit of ``_bits`` each."""
 
 
 def check_cells(schedule: Schedule) -> Seen:
     """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
     groups, rank_of, bits = schedule.groups, schedule.rank_of, _bits()
-    # A table that lacks most of its forwards, as one with a single cell of micro-batch 10^9, gets no room for all.
-    is_full = schedule.microbatches <= sum(map(len, schedule.rows)) * max(groups, default=1)
-    seen: Seen = [array("H", bytes(2 * schedule.microbatches)) if is_full else defaultdict(int) for _ in groups]
+    seen = [defaultdict[int, int](int) for _ in groups]
     for rank, row in enumerate(schedule.rows):
         for action in row:
             stage, kind, microbatch, count = action
@@ -102,11 +99,11 @@ def _check_complete(schedule: Schedule, seen: Seen) -> None:
         right = [{Kind.F} | kinds for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
         # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
         for kind in bits if schedule.backward[stage] else ():
-            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in _values(seen[stage])):
+            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in seen[stage].values()):
                 right = [kinds | {kind} for kinds in right]
         sums = [sum(bits[kind] for kind in kinds) for kinds in right]
         for microbatch in range(0, schedule.microbatches, size):
-            found = seen[stage][microbatch] & ~free
+            found = seen[stage].get(microbatch, 0) & ~free
             if found in sums:
                 continue
             here, *wanted = (
@@ -119,10 +116,6 @@ def _check_complete(schedule: Schedule, seen: Seen) -> None:
             lacks = "" if schedule.backward[stage] else " has no backward, and"
             fact = f"stage {stage}{lacks} needs {needed} on rank {rank}; the table has {present}"
             _fail(schedule, here or schedule.rows[rank][-1:], fact)
-
-
-def _values(seen: MutableSequence[int] | MutableMapping[int, int]) -> Iterable[int]:
-    return seen.values() if isinstance(seen, MutableMapping) else seen
 
 
 def _check_edges(schedule: Schedule) -> None:
