@@ -1,8 +1,8 @@
-"""Torch compat: wraps torch's private names, and names that differ between torch 2.12 and 2.15.
+"""Torch compat: wraps torch's private names, and names that differ between torch 2.13 and 2.15.
 
 No other file uses private names of torch, except the tables of an ``nn.Module`` (``MODULE_TABLES``), which torch cannot
 rename, since pickled modules contain the names. A new torch version has to be compared with this file alone. Unless a
-comment says otherwise, a name is the same in all four versions and has no public replacement. The names are looked up
+comment says otherwise, a name is the same in all three versions and has no public replacement. The names are looked up
 before anything imports them (``PRIVATE``), so that an ImportError lists all that a new torch lacks.
 """
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from fxpipe.device import shared_name, with_shared_names
 from fxpipe.small_file import Budget
 
-TESTED = "2.12", "2.13", "2.14", "2.15"
+TESTED = "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
     "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass "
@@ -42,7 +42,7 @@ PRIVATE = {
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
     "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
-    "ops.aten._make_dual.default ops.aten._to_copy.default ops.aten._unpack_dual.default ops.aten.add.Tensor._schema",
+    "ops.aten._to_copy.default ops.aten.add.Tensor._schema",
     "torch._C": "DisableTorchFunction PyTorchFileReader _disabled_torch_function_impl _get_mkldnn_enabled "
     "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled "
     "_storage_Use_Count",
@@ -144,8 +144,6 @@ TO_COPY = aten._to_copy.default
 """The operator that ``.to()`` runs."""
 
 ZERO = aten.zero_.default
-DUAL_NUMBERS = (aten._make_dual.default, aten._unpack_dual.default)
-"""Operators of a level of forward-mode differentiation. Export of 2.12 records no level; later versions refuse."""
 
 NUMBER_READ: Any = torch.ops.aten._local_scalar_dense.default
 """The operator by which Python reads a tensor's number: ``item``, ``float``, ``bool``."""
@@ -593,11 +591,6 @@ def mode_passes() -> Iterator[tuple[Any, str]]:
 
 # --- processes
 
-# 2.12 has only the older name, which 2.13 deprecates.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
 """Returns the store of the default process group."""
 
@@ -687,8 +680,7 @@ def checked_zip(file: IO[bytes]) -> IO[bytes]:
     budget = Budget(file.tell(), "bytes")
     file.seek(0)
     reader = torch._C.PyTorchFileReader(file)
-    # torch 2.12 cannot report the sizes, so that they count as 0.
-    budget.spend(sum(map(getattr(reader, "get_record_size", lambda name: 0), reader.get_all_records())))
+    budget.spend(sum(map(reader.get_record_size, reader.get_all_records())))
     file.seek(0)
     return file
 
@@ -739,24 +731,6 @@ def fsdp_end_backward(root: Any) -> None:
     if hasattr(state._state_ctx, "manual_backward_finalization_active"):  # 2.15: set by hooks that ran
         state._state_ctx.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()
-
-
-def fsdp_forget(root: Any) -> None:
-    """Frees unsharded parameters after a forward without a backward: ``root.reset_iter_state()``, which 2.12 lacks."""
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-        return
-    state = fsdp_state(root)
-    idle = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_common").TrainingState.IDLE
-    state._comm_ctx.post_forward_order.clear()
-    state._state_ctx.iter_forward_root = None
-    for part in state._state_ctx.all_states:
-        part._modules_to_run_forward.clear()
-        for each in (part, *part._fsdp_param_groups):
-            each._training_state = idle
-        for group in part._fsdp_param_groups:
-            group._post_forward_indices.clear()
-            group._to_sharded()
 
 
 def default_device() -> str:

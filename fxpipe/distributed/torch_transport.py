@@ -41,7 +41,7 @@ from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
 from fxpipe.errors import RunError
 from fxpipe.plain_data import check_length, decode, encode_for_all
-from fxpipe.torch_compat import all_gather_single, bytes_of, default_store, group_of_members, reduce_scatter_single
+from fxpipe.torch_compat import bytes_of, default_store, group_of_members
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
@@ -313,7 +313,7 @@ class DistributedTransport:
         count, group = len(self._ranks[scope]), self._hosts[scope]
         mine = torch.frombuffer(bytearray(sent.ljust(size)), dtype=torch.uint8)
         items = torch.empty(count * size, dtype=torch.uint8, device="cpu")
-        self._together("an all-gather", scope, group, all_gather_single, items, mine)
+        self._together("an all-gather", scope, group, dist.all_gather_single, items, mine)
         return [bytes_of(each) for each in items.chunk(count)]
 
     def _differ(self, scope: str) -> None:
@@ -387,10 +387,10 @@ class DistributedTransport:
             "all_reduce": partial(dist.all_reduce, step.output),
             "maximum": partial(dist.all_reduce, step.output, dist.ReduceOp.MAX),
             # On the CPU by all_reduce: gloo's own reduce-scatter copies, and its wait cannot be interrupted.
-            "reduce_scatter": partial(reduce_scatter_single, step.output, step.input)
+            "reduce_scatter": partial(dist.reduce_scatter_single, step.output, step.input)
             if not on_host
             else partial(dist.all_reduce, step.input),
-            "all_gather": partial(all_gather_single, step.output, step.input),
+            "all_gather": partial(dist.all_gather_single, step.output, step.input),
             "reduce": partial(dist.reduce, step.output, root),
             "broadcast": partial(dist.broadcast, step.output, root),
         }

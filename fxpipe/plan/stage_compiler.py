@@ -49,7 +49,7 @@ def compiled_lazily(stage: Stage, stage_compiler: StageCompiler) -> Stage:
 
 
 def _check_writes(module: fx.GraphModule, name: str) -> None:
-    """RunError for a write into a 0-dimensional float64 on the CPU, which AOTAutograd of torch 2.12 to 2.15 loses."""
+    """RunError for a write into a 0-dimensional float64 on the CPU, which AOTAutograd of torch 2.13 to 2.15 loses."""
     for node in module.graph.nodes:
         written = node.args[0] if node.args and operator_name(node).endswith("_") else None  # as copy_ and mul_ do
         if not isinstance(written, fx.Node) or written.op != "get_attr":

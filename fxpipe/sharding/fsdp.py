@@ -48,7 +48,6 @@ from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import (
     fsdp_end_backward,
-    fsdp_forget,
     fsdp_groups,
     fsdp_set_up,
     fsdp_state,
@@ -150,7 +149,7 @@ class FsdpStage(_FsdpModules):
         """Frees the unsharded parameters of a stage that runs no backward."""
         if self._gathered:
             for root in self._roots:
-                fsdp_forget(root)
+                root.reset_iter_state()
         self._gathered = False
 
 

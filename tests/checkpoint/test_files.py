@@ -284,7 +284,6 @@ def saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.skipif(not hasattr(torch._C.PyTorchFileReader, "get_record_size"), reason="torch 2.12 does not say sizes")
 @pytest.mark.parametrize("value", [torch.zeros(100_000), "x" * 100_000], ids=["tensor", "text"])
 def test_a_file_that_unpacks_to_more_than_it_has_is_refused(tmp_path: Path, value: Any) -> None:
     """A megabyte became a gigabyte before it was found not to fit."""

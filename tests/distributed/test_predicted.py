@@ -50,7 +50,7 @@ def gathered_again(kept: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """What each of several calls gives, and how many all-gathers it takes."""
     transport = connect(Topology([("pipe", 3)]))
     rank, found, counts = dist.get_rank(), list[tuple[int, ...]](), list[int]()
-    gather, taken = home.all_gather_single, list[int]()
+    gather, taken = dist.all_gather_single, list[int]()
 
     def counted(*args: object, **options: object) -> object:
         taken.append(1)
@@ -58,7 +58,7 @@ def gathered_again(kept: int) -> tuple[list[tuple[int, ...]], list[int]]:
 
     items = [rank, rank, 7, rank if rank else 7, rank, 7, -rank, -rank, 8]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, "all_gather_single", counted)
+        patch.setattr(dist, "all_gather_single", counted)
         patch.setattr(home, "PREDICTED", kept)
         for number, item in enumerate(items):
             with announced(f"call {number}", alike=Alike(0 if rank == 1 else 1 + number)):
@@ -92,14 +92,14 @@ def gathered_texts() -> tuple[list[bool], list[int]]:
     """Whether each gather of texts came to what all ranks brought, and how many messages the longest took."""
     transport = connect(Topology([("pipe", 3)]))
     rank, found, sizes = dist.get_rank(), list[bool](), list[int]()
-    gather = home.all_gather_single
+    gather = dist.all_gather_single
 
     def counted(items: Tensor, *args: object, **options: object) -> object:
         sizes.append(len(items) // 3)
         return gather(items, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch, announced("call"):
-        patch.setattr(home, "all_gather_single", counted)
+        patch.setattr(dist, "all_gather_single", counted)
         for length in LENGTHS:
             everyone = ["é" * (length // 2 * (one == 1)) + "x" * one for one in range(3)]
             for texts in (everyone, everyone, [everyone[1]] * 3):
@@ -150,8 +150,8 @@ def collectives_of_steps(rows: Sequence[int], tracer: str) -> list[list[str]]:
     )
     calls: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((dist, "all_reduce"), (dist, "broadcast"), (home, "all_gather_single")):
-            patch.setattr(owner, name, partial(noted, calls, name, getattr(owner, name)))
+        for name in ("all_reduce", "broadcast", "all_gather_single"):
+            patch.setattr(dist, name, partial(noted, calls, name, getattr(dist, name)))
         steps = []
         for count in rows:
             calls.clear()

@@ -31,8 +31,6 @@ BY_EACH = ("named as graphs are", "sets attributes")
 TRACED: Mapping[str, Case] = {name: case for name, case in CASES.items() if case.build is not Callables}
 REFUSED = {("BatchNorm", "export"): "branches on the value of a tensor, or asks for it"}
 """With momentum=None its share in the running mean is one over a number of calls, which is a tensor's value."""
-if torch.__version__.startswith("2.12."):
-    REFUSED["LSTM", "export"] = "should also be 3-D but got"  # torch.export's own fault
 
 
 def batches_of(case: Case) -> list[Inputs]:

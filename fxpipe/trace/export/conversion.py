@@ -26,7 +26,6 @@ from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import TENSOR
 from fxpipe.torch_compat import (
     ASSERTIONS,
-    DUAL_NUMBERS,
     FakeTensor,
     OpOverload,
     enter_autocast,
@@ -417,7 +416,7 @@ def _is_known(target: Any) -> bool:
     """Whether the target can run by itself: an operator of torch, or a function of Python or torch on numbers."""
     numbers = ("_operator", "builtins", "math")
     is_function = getattr(target, "__module__", None) in numbers or getattr(target, "__name__", "").startswith("sym_")
-    return (isinstance(target, OpOverload) and target not in DUAL_NUMBERS) or is_function
+    return isinstance(target, OpOverload) or is_function
 
 
 def _line_of(*nodes: Node) -> str:
