@@ -3,6 +3,7 @@ names CUDA."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +47,11 @@ def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         return copies
 
     return wait
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU; ``.numpy()`` would need NumPy and run an operator under modes."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:

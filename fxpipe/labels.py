@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.profiler import record_function
 
-from fxpipe.torch_compat import profiler_runs
+from fxpipe.torch_compat.autograd import profiler_runs
 
 _NOTHING = nullcontext()
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fxpipe.device import generators_of, is_accelerator
-from fxpipe.torch_compat import bytes_of, pytree
+from fxpipe.device import bytes_of, generators_of, is_accelerator
+from fxpipe.torch_compat import pytree
 
 
 def seed_of(base: int, step: int, stage: int, microbatch: int, replica: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from fxpipe.torch_compat import OpOverload, schema_of
+from fxpipe.torch_compat.operators import OpOverload, schema_of
 
 _MASK = "output_mask"
 _CRASHES = torch.ops.aten.native_group_norm_backward.default

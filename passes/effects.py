@@ -20,15 +20,9 @@ from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_bounda
 from fxpipe.graph.stage_graph import own_tensors
 from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import OpaqueCall
-from fxpipe.torch_compat import (
-    BATCH_STATISTICS,
-    DROPOUTS,
-    SPECTRAL_NORM,
-    OpOverload,
-    OpOverloadPacket,
-    pytree,
-    schema_of,
-)
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import BATCH_STATISTICS, DROPOUTS, SPECTRAL_NORM
+from fxpipe.torch_compat.operators import OpOverload, OpOverloadPacket, schema_of
 
 _IN_PLACE_OPERATORS: frozenset[Any] = frozenset(getattr(operator, name) for name in IN_PLACE_NAMES)
 _IN_PLACE_METHODS = frozenset(f"__{name}__" for name in IN_PLACE_NAMES)

@@ -16,7 +16,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.graph.boundary import Gather, Gathered, Mode
 from fxpipe.graph.program import Program, gather_of, is_boundary, made_by, passed, where
 from fxpipe.passes.effects import is_number, operator_name, used_tensors, written
-from fxpipe.torch_compat import BATCH_STATISTICS
+from fxpipe.torch_compat.modules import BATCH_STATISTICS
 
 
 @dataclass(frozen=True)

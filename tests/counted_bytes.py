@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.torch_compat import FakeTensor
+from fxpipe.torch_compat.fakes import FakeTensor
 
 
 def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxpipe import compiler, torch_compat
-from tests.test_imports import BY_PATH, ROOT
+from tests.test_imports import FILES, ROOT
 
 NOT_LOOKED_UP = {
     "of the state that FSDP2 keeps for a module": "_fsdp_param_groups _lazy_init "
@@ -41,7 +41,7 @@ def test_every_private_name_is_looked_up() -> None:
     listed = set(re.split(r"[ .]", " ".join([*torch_compat.PRIVATE, *torch_compat.PRIVATE.values()])))
     listed |= {f"{module}.{name}" for module, names in torch_compat.PRIVATE.items() for name in names.split()}
     left_out = {name for names in NOT_LOOKED_UP.values() for name in names.split()}
-    used = BY_PATH["fxpipe/torch_compat.py"].private_names
+    used = set().union(*(file.private_names for file in FILES if file.package == "torch_compat"))
     prefixes = {name for name in used if any(module.startswith(name) for module in torch_compat.PRIVATE)}
     assert used - listed - prefixes == left_out
 

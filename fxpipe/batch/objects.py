@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.batch.block_masks import block_mask_rows
 from fxpipe.device import shared_name
 from fxpipe.like import ObjectLike, ObjectValue
-from fxpipe.torch_compat import OpOverload, OpOverloadPacket, block_mask_rows
+from fxpipe.torch_compat.operators import OpOverload, OpOverloadPacket
 from fxpipe.trace.state.contents import captured_by, open_reading_of, reading_of, walk
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

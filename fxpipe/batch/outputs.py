@@ -20,7 +20,8 @@ from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
 from fxpipe.stage.loss import Sum, is_mean, step_dtype
-from fxpipe.torch_compat import one_level, pytree, tensors_in
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.pytree import one_level, tensors_in
 from fxpipe.validation import is_mapping, is_number, shown
 
 Where = tuple[Any, ...]

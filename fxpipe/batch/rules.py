@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.batch.block_masks import block_mask_part, block_mask_rows
 from fxpipe.batch.objects import PLAIN, has_numbers
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.gathering import concatenated
 from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
-from fxpipe.torch_compat import block_mask_part, block_mask_rows, one_level, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.pytree import one_level
 from fxpipe.validation import is_mapping, shown
 
 PartSizes = Mapping[str, tuple[int, ...]]

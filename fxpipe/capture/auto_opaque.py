@@ -15,7 +15,8 @@ from fxpipe.graph.stage_graph import all_tensors, first_names
 from fxpipe.options import Options
 from fxpipe.passes.alias_groups import tensor_ids
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import is_compiled, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import is_compiled
 from fxpipe.trace import Request, Uncaptured, accepted
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.regions import WHOLE

@@ -35,7 +35,8 @@ from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown
 from fxpipe.stage.modes import evaluating
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import compiled_parts, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import compiled_parts
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.trace.checks.on_fakes import shapes_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import CheckpointError, describe_error
-from fxpipe.torch_compat import default_store
+from fxpipe.torch_compat.groups import default_store
 
 PATIENCE = 1800.0
 """Seconds for which a rank that has written its part waits for the other ranks while training goes on."""

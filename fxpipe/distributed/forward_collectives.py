@@ -14,7 +14,10 @@ from torch import nn
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import TopologyError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.torch_compat import BATCH_STATISTICS, TorchDispatchMode, groups_of_call, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.groups import groups_of_call
+from fxpipe.torch_compat.modules import BATCH_STATISTICS
+from fxpipe.torch_compat.operators import TorchDispatchMode
 from fxpipe.trace.user_line import current_line
 
 

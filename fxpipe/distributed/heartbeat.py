@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from fxpipe.distributed.activity import Call, here
 from fxpipe.plain_data import decode, encode
-from fxpipe.torch_compat import connection_of
+from fxpipe.torch_compat.groups import connection_of
 
 PERIOD = 0.5
 """Seconds between two exchanges, in a world of at most ``PERIOD / _PER_RANK`` ranks."""

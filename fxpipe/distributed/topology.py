@@ -577,7 +577,7 @@ def _new_group(groups: list[list[int]]) -> ProcessGroup:
     """Makes the one of ``groups`` that this rank is in, by a call of every rank."""
     import torch.distributed as dist
 
-    from fxpipe.torch_compat import group_of_members
+    from fxpipe.torch_compat.groups import group_of_members
 
     world = dist.group.WORLD
     number = _made[world] = _made.get(world, 0) + 1

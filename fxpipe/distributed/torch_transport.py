@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fxpipe.device import bytes_of
 from fxpipe.distributed.activity import Waiting, agree, are_apart, entered, here, words
 from fxpipe.distributed.collective import (
     SLICE_SECONDS,
@@ -41,7 +42,7 @@ from fxpipe.distributed.transport import NO_GROUPS, Groups, Pair
 from fxpipe.distributed.watchdog import EXTENSION, Watchdog, ends_later, say, watchdog
 from fxpipe.errors import RunError
 from fxpipe.plain_data import check_length, decode, encode_for_all
-from fxpipe.torch_compat import bytes_of, default_store, group_of_members
+from fxpipe.torch_compat.groups import default_store, group_of_members
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 

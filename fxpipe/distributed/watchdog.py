@@ -27,7 +27,7 @@ from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.heartbeat import PERIOD, PROGRAM, Ending, Heard, Heartbeat, Report
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, describe_error, printable
-from fxpipe.torch_compat import default_store
+from fxpipe.torch_compat.groups import default_store
 
 
 def say(text: str) -> None:

@@ -28,7 +28,7 @@ from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Relea
 from fxpipe.schedules.simulate import peak_bytes
 from fxpipe.schedules.stage_work import StageWork
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, dealt, rows_of
-from fxpipe.torch_compat import tensors_in
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 

@@ -15,7 +15,8 @@ from torch.fx import Node
 from fxpipe.graph.boundary import Gather, Gathered, boundary, boundary_label
 from fxpipe.graph.question import Answers
 from fxpipe.seeds import Generators
-from fxpipe.torch_compat import CHECKS, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.operators import CHECKS
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 """The shape of each leaf of a value; None for a leaf that is no tensor."""

@@ -28,7 +28,8 @@ from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
 from fxpipe.seeds import seed_from, seed_torch, seeded
 from fxpipe.stage.with_loss import plain_model
-from fxpipe.torch_compat import TorchDispatchMode, hooks_of, schema_of, storage_id
+from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
+from fxpipe.torch_compat.tensors import hooks_of, storage_id
 from fxpipe.validation import shown
 
 

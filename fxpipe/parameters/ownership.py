@@ -20,7 +20,8 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.dtensors import check_fits, is_dtensor, local, part_of, whole_of
 from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.stage.with_loss import plain_model
-from fxpipe.torch_compat import plain_results, undone_by_hooks
+from fxpipe.torch_compat.modules import undone_by_hooks
+from fxpipe.torch_compat.tensors import plain_results
 from fxpipe.validation import shown
 
 

@@ -22,7 +22,7 @@ from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.dtensors import check_fits
 from fxpipe.small_file import read_small
-from fxpipe.torch_compat import checked_zip
+from fxpipe.torch_compat.saved_files import checked_zip
 from fxpipe.validation import is_text, shown
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from fxpipe.notebook import listed
 from fxpipe.passes.effects import own_writes
 from fxpipe.search.segments import between, partition, segments_of
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import BATCH_STATISTICS, hooks_of
+from fxpipe.torch_compat.modules import BATCH_STATISTICS
+from fxpipe.torch_compat.tensors import hooks_of
 from fxpipe.trace.user_line import definition
 
 Place = int | Sequence[int]

@@ -26,7 +26,8 @@ from fxpipe.passes.cut_backward import BackwardPart, Halves, cut_backward
 from fxpipe.passes.effects import operator_name
 from fxpipe.stage.deferred import Deferred
 from fxpipe.stage.modes import ambient_autocast, within
-from fxpipe.torch_compat import aot_compiled, has_gradient_hooks, version_of
+from fxpipe.torch_compat.autograd import aot_compiled
+from fxpipe.torch_compat.tensors import has_gradient_hooks, version_of
 
 Function = Callable[..., Any]
 StageCompiler = Callable[[Function], Function]

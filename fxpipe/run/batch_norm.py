@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fxpipe.run.forward_backward import ForwardBackward, alone
-from fxpipe.torch_compat import BATCH_NORM
+from fxpipe.torch_compat.modules import BATCH_NORM
 
 
 def update_batch_norm(forward_backward: ForwardBackward, loader: Iterable[Any]) -> None:

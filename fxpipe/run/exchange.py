@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpipe.device import bytes_of
 from fxpipe.distributed.collective import Work
 from fxpipe.distributed.transport import Pair, Transport, member
 from fxpipe.errors import RunError
@@ -22,7 +23,6 @@ from fxpipe.graph.packing import Meta, PlainMeta, allocate, pack, unpack
 from fxpipe.plain_data import check_length, decode, encode
 from fxpipe.schedules.kinds import Direction
 from fxpipe.schedules.lower import Message
-from fxpipe.torch_compat import bytes_of
 
 _Buffers = list[tuple[Work, Tensor]]
 """Buffers under way, each with its send or receive."""

@@ -28,7 +28,8 @@ from fxpipe.schedules.no_gc import paused
 from fxpipe.search.memory import Account, StaticBytes, rows_of
 from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in, without_onednn
+from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of, without_onednn
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model

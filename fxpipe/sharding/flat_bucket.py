@@ -19,7 +19,6 @@ from fxpipe.labels import label
 from fxpipe.sharding.data_axis import BucketLayout, GradientSums, Slot
 from fxpipe.sharding.gradients import Piece, as_pipe_gradient
 from fxpipe.stage.elsewhere import Elsewhere
-from fxpipe.torch_compat import ZERO
 
 
 @dataclass
@@ -450,7 +449,7 @@ class _Mark(Elsewhere):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is not ZERO:
+        if func is not torch.ops.aten.zero_.default:
             return super().__torch_dispatch__(func, types, args, kwargs)
         args[0].cleared = True
         return args[0]

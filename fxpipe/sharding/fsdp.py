@@ -46,17 +46,9 @@ from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
-from fxpipe.torch_compat import (
-    fsdp_end_backward,
-    fsdp_groups,
-    fsdp_set_up,
-    fsdp_state,
-    fsdp_without_hooks,
-    holders_of,
-    hook_tables,
-    share_hooks,
-    version_of,
-)
+from fxpipe.torch_compat.fsdp import fsdp_end_backward, fsdp_groups, fsdp_set_up, fsdp_state, fsdp_without_hooks
+from fxpipe.torch_compat.modules import hook_tables
+from fxpipe.torch_compat.tensors import holders_of, share_hooks, version_of
 
 
 class _FsdpModules:

@@ -8,6 +8,7 @@ ParallelGradients       a reducer that knows the DTensors that ``parallelize`` h
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -34,7 +35,8 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.stage.awaiting import Waits
-from fxpipe.torch_compat import FOREACH_NORM, given_to_total_norm, plain_results, recast
+from fxpipe.torch_compat.operators import FOREACH_NORM
+from fxpipe.torch_compat.tensors import plain_results, recast
 
 
 @dataclass(frozen=True)
@@ -383,13 +385,28 @@ class PipeGradient(Tensor):
 
 
 def _note_norm(caller: FrameType) -> None:
-    if given_to_total_norm(caller) > 1:
+    if _given_to_total_norm(caller) > 1:
         raise RunError(
             "torch.nn.utils.clip_grad_norm_ and get_total_norm would count this rank's gradients alone; "
             "forward_backward.clip_grad_norm_(max_norm) clips by the whole model's norm, and returns it; parameters= "
             "is for a part of the model, and grad_norms() gives each parameter's norm"
         )
     _tell_of_norms()
+
+
+def _given_to_total_norm(caller: FrameType | None) -> int:
+    """The number of tensors passed to ``torch.nn.utils.get_total_norm``, if it is among the callers; otherwise 0."""
+    for _ in range(_BETWEEN):
+        if caller is None:
+            return 0
+        if caller.f_code is _TOTAL_NORM:
+            return len(caller.f_locals["tensors"])
+        caller = caller.f_back
+    return 0
+
+
+_TOTAL_NORM, _BETWEEN = inspect.unwrap(torch.nn.utils.get_total_norm).__code__, 8
+"""The most frames between: a list comprehension's before Python 3.12, and those of modes, such as a default device."""
 
 
 @cache

@@ -15,7 +15,9 @@ from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.torch_compat import NUMBER_READ, TorchDispatchMode, pytree, tensors_in
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.operators import NUMBER_READ, TorchDispatchMode
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.validation import shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]

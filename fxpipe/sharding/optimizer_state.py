@@ -23,7 +23,8 @@ from fxpipe.precision import Precision, merged
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import Entry
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.torch_compat import pytree, storage_id
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.tensors import storage_id
 from fxpipe.validation import Expected, check, is_list, is_mapping, list_of
 
 

@@ -35,7 +35,10 @@ from fxpipe.sharding.data_axis import scope_of
 from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
-from fxpipe.torch_compat import BATCH_NORM, hooks_of, pytree, ranks_without_processes
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.groups import ranks_without_processes
+from fxpipe.torch_compat.modules import BATCH_NORM
+from fxpipe.torch_compat.tensors import hooks_of
 from fxpipe.trace.patching import backward_hooks
 from fxpipe.trace.record.opaque import Checkpointed
 

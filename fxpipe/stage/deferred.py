@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import HOOK_TABLES, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import HOOK_TABLES
 
 
 class Left(Protocol):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import plain_results, pytree, wrapper
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.tensors import plain_results, wrapper
 
 _NOT_USED = frozenset({"detach", "alias", "_to_copy"})
 """Operators that pass values on, perhaps in another type or on another device."""

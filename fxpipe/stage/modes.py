@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpipe.device import ATTENTION, kinds
 from fxpipe.plain_data import admitted
-from fxpipe.torch_compat import default_device
+from fxpipe.torch_compat.tensors import default_device
 
 
 class Autocast(NamedTuple):

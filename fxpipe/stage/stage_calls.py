@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.errors import RunError, printable
 from fxpipe.stage.deferred import Deferred
-from fxpipe.torch_compat import plain_apply, pytree, run_backward
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.autograd import plain_apply, run_backward
 
 
 @dataclass(slots=True)

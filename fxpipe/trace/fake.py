@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.like import ITEMS, WORD, ObjectLike, TensorLike
-from fxpipe.torch_compat import (
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.autograd import is_functorch
+from fxpipe.torch_compat.fakes import (
     CAPTURE_LOGS,
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,11 +28,8 @@ from fxpipe.torch_compat import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    is_functorch,
-    no_dispatch_modes,
-    no_function_modes,
-    pytree,
 )
+from fxpipe.torch_compat.operators import no_dispatch_modes, no_function_modes
 from fxpipe.trace.patching import all_patched
 from fxpipe.trace.state.contents import users_modules, walk
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from fxpipe.device import kinds
 from fxpipe.errors import TraceError
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR, fake_home
+from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
+from fxpipe.torch_compat.fakes import fake_home
 from fxpipe.trace.user_line import LINE, current_line, definition, is_users
 
 Given = TypeVar("Given")

@@ -20,7 +20,7 @@ from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.processes import connect
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import TopologyError
-from fxpipe.torch_compat import ranks_without_processes
+from fxpipe.torch_compat.groups import ranks_without_processes
 from tests.device import BACKEND
 from tests.gpus import Gpus
 from tests.pool import Pool

@@ -26,7 +26,7 @@ from fxpipe.distributed import watchdog as watching
 from fxpipe.distributed.activity import Activity, Call, Phase, announced, first_difference, here
 from fxpipe.distributed.heartbeat import ProcessId, state_of, this_process
 from fxpipe.distributed.watchdog import ends_later
-from fxpipe.torch_compat import default_store
+from fxpipe.torch_compat.groups import default_store
 from tests.models import Layers
 from tests.pool import Pool
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from fxpipe.capture import capturing
-from fxpipe.torch_compat import TorchDispatchMode, tensors_in
+from fxpipe.torch_compat.operators import TorchDispatchMode
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.checks import capture_check
 from fxpipe.trace.state.snapshot import Snapshot
 from tests.device import DEVICE

@@ -15,7 +15,7 @@ from fxpipe.graph.program import where
 from fxpipe.like import ObjectLike, TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.stage.modes import Modes
-from fxpipe.torch_compat import known_truth
+from fxpipe.torch_compat.sizes import known_truth
 from fxpipe.trace.export.operators import guards_of
 from tests.capturing import capture_by, run_stages, staged
 from tests.device import DEVICE

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.torch_compat import TorchDispatchMode
+from fxpipe.torch_compat.operators import TorchDispatchMode
 from tests.hf import WORDS, llama
 from tests.models import Inputs
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from fxpipe.checkpoint.files import run_folder
 from fxpipe.checkpoint.files.manifest import Manifest
 from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues
+from fxpipe.device import bytes_of
 from fxpipe.errors import CheckpointError
-from fxpipe.torch_compat import bytes_of
 
 _SHOWN = 40
 

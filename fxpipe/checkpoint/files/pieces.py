@@ -16,7 +16,10 @@ from torch import Tensor
 
 from fxpipe.errors import CheckpointError
 from fxpipe.parameters.dtensors import description_of, is_dtensor, local
-from fxpipe.torch_compat import TO_COPY, plain_results, pytree, tensors_in, wrapper
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.operators import TO_COPY
+from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import plain_results, wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.checkpoint.files.pieces import plain_of
+from fxpipe.device import bytes_of
 from fxpipe.errors import CheckpointError
-from fxpipe.torch_compat import bytes_of
 from fxpipe.validation import is_whole
 
 PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, and tensors"

@@ -36,7 +36,7 @@ from fxpipe.errors import CheckpointError, nearest
 from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import Budget, read_small
-from fxpipe.torch_compat import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zip, storage_info
+from fxpipe.torch_compat.saved_files import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zip, storage_info
 
 
 class FolderReader:

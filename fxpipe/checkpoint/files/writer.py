@@ -27,7 +27,7 @@ from fxpipe.checkpoint.files.manifest import PIECE, Written
 from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.device import to_host
-from fxpipe.torch_compat import storage_info
+from fxpipe.torch_compat.saved_files import storage_info
 
 Message = list[Any]
 """Plain values, for ``json``."""

@@ -41,7 +41,9 @@ from fxpipe.stage.awaiting import awaiting
 from fxpipe.stage.loss import read_loss, root_weight
 from fxpipe.stage.modes import Autocast, within
 from fxpipe.stage.stage_calls import Saved, keep_finite
-from fxpipe.torch_compat import profiler_runs, pytree, storage_id, version_of
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.autograd import profiler_runs
+from fxpipe.torch_compat.tensors import storage_id, version_of
 
 Call = Callable[[], object]
 

@@ -18,7 +18,10 @@ from fxpipe.graph.stage_graph import OwnGenerator, Stage, StageGraph
 from fxpipe.parameters.dtensors import local
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.stage_calls import Saved
-from fxpipe.torch_compat import BATCH_STATISTICS, pytree, tensors_in, version_of
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import BATCH_STATISTICS
+from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import version_of
 from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
 from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 

@@ -52,7 +52,7 @@ from fxpipe.seeds import seed_of
 from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
-from fxpipe.torch_compat import hooks_of, version_of
+from fxpipe.torch_compat.tensors import hooks_of, version_of
 from fxpipe.trace.checks.sizes import with_sizes
 from fxpipe.trace.state.generators import own_generators
 

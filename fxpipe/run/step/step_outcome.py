@@ -25,7 +25,7 @@ from fxpipe.plan.agreement import AgreedBatch
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.together import check_refusals
 from fxpipe.stage.loss import LossKind, StepLoss, combined_metrics, log_left_out, step_dtype
-from fxpipe.torch_compat import plain_results
+from fxpipe.torch_compat.tensors import plain_results
 from fxpipe.validation import shown
 
 

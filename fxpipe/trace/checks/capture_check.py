@@ -19,7 +19,11 @@ from fxpipe.packed import BatchDim, counted, rule_at
 from fxpipe.stage.loss import MicrobatchLoss, columns_of, read_loss
 from fxpipe.stage.modes import within
 from fxpipe.stage.stage_calls import Saved
-from fxpipe.torch_compat import BATCH_STATISTICS, FakeTensor, gradients_through, pytree, tensors_in
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.fakes import FakeTensor
+from fxpipe.torch_compat.modules import BATCH_STATISTICS
+from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import gradients_through
 from fxpipe.trace import Request
 from fxpipe.trace.checks.row_check import Losses, check_rows
 from fxpipe.trace.opaque.region_calls import watching

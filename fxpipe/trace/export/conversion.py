@@ -24,20 +24,12 @@ from fxpipe.graph.program import Effects, Program, SizeGuard
 from fxpipe.graph.stage_graph import first_names
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import TENSOR
-from fxpipe.torch_compat import (
-    ASSERTIONS,
-    FakeTensor,
-    OpOverload,
-    enter_autocast,
-    exit_autocast,
-    hint_of,
-    holds_for,
-    mode_passes,
-    pytree,
-    set_grad_enabled,
-    size_guards,
-    tensors_in,
-)
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.export import enter_autocast, exit_autocast, mode_passes, set_grad_enabled
+from fxpipe.torch_compat.fakes import FakeTensor
+from fxpipe.torch_compat.operators import ASSERTIONS, OpOverload
+from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.sizes import hint_of, holds_for, size_guards
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, all_patched

@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
-from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
+from fxpipe.torch_compat.autograd import function_apply
+from fxpipe.torch_compat.export import PythonKeyTracer, import_dynamo
+from fxpipe.torch_compat.modules import RECURRENT_CACHES
 from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, CaptureGuard

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import RunError
-from fxpipe.torch_compat import holds_for
+from fxpipe.torch_compat.sizes import holds_for
 
 
 def _copying(name: str, schema: str, position: int) -> Any:

@@ -22,14 +22,10 @@ from fxpipe.graph.program import Program
 from fxpipe.like import TensorLike
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
-from fxpipe.torch_compat import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    guard_on_data,
-    module_calls_ended,
-    pytree,
-    sizes_like_any,
-)
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.export import guard_on_data, module_calls_ended
+from fxpipe.torch_compat.fakes import DataDependentOutputException, DynamicOutputShapeException
+from fxpipe.torch_compat.sizes import sizes_like_any
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths

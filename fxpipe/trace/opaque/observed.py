@@ -21,7 +21,8 @@ from fxpipe.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
-from fxpipe.torch_compat import pytree, version_of
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.tensors import version_of
 from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region, SeenCall

@@ -10,7 +10,8 @@ from typing import Any
 from fxpipe.like import TensorLike
 from fxpipe.stage.listed import can_be_joined
 from fxpipe.stage.opaque_call import Structure
-from fxpipe.torch_compat import one_level, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.pytree import one_level
 
 WHOLE = "whole"
 

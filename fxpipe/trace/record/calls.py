@@ -21,16 +21,10 @@ from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.like import TensorLike
-from fxpipe.torch_compat import (
-    CHECKPOINT_GENERATOR,
-    DISTRIBUTION_CHECKS,
-    BackwardHookFunction,
-    checkpoint_options,
-    function_apply,
-    no_function_modes,
-    pytree,
-    vmap_home,
-)
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR, checkpoint_options, function_apply, vmap_home
+from fxpipe.torch_compat.modules import BackwardHookFunction
+from fxpipe.torch_compat.operators import DISTRIBUTION_CHECKS, no_function_modes
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import Key, Patch, all_patched, backward_hooks, handled, noting, patched, refuse_backward

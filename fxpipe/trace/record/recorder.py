@@ -22,7 +22,8 @@ from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.opaque_call import PLAIN_LEAF
-from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.operators import CHECKS, TorchDispatchMode, no_function_modes
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, patched, refuse, refuse_backward

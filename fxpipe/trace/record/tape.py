@@ -15,7 +15,8 @@ from fxpipe.device import kinds
 from fxpipe.graph.program import Effects
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import PLAIN_LEAF
-from fxpipe.torch_compat import TorchDispatchMode, schema_of, tensors_in
+from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.state.snapshot import storage_of
 
 Args = tuple[Any, ...]

@@ -19,7 +19,8 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF
-from fxpipe.torch_compat import import_dynamo, pytree
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.export import import_dynamo
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import Regions

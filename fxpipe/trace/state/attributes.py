@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.seeds import RandomState
 from fxpipe.stage.opaque_call import PLAIN_LEAF
-from fxpipe.torch_compat import is_constant
+from fxpipe.trace.export.graph_so_far import is_constant
 from fxpipe.trace.patching import (
     ONCE,
     Patch,

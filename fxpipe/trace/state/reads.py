@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fxpipe.errors import RunError, TraceError
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
-from fxpipe.torch_compat import version_of
+from fxpipe.torch_compat.tensors import version_of
 from fxpipe.trace.patching import ASIDE, patched
 from fxpipe.trace.state.contents import alike, contents
 

@@ -20,7 +20,10 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.like import cast_batch
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.modes import within
-from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, tensors_in
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
+from fxpipe.torch_compat.operators import TorchDispatchMode
+from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.patching import checkpoints_as, noting, patched
 from fxpipe.trace.request import Request
 

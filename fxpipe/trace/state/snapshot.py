@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.device import is_accelerator
 from fxpipe.seeds import Generators, RandomState, is_generator, set_state, state_of
-from fxpipe.torch_compat import storage_id, version_of
+from fxpipe.torch_compat.tensors import storage_id, version_of
 from fxpipe.trace.state.contents import Taken, alike, walk
 
 MISSING: Any = object()

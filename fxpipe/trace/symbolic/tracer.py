@@ -23,7 +23,11 @@ from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.graph.stage_graph import first_names
 from fxpipe.like import ObjectLike
 from fxpipe.stage.modes import Modes, ambient_autocast, within
-from fxpipe.torch_compat import TorchDispatchMode, import_dynamo, pytree, schema_of, tensors_in, version_of
+from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.export import import_dynamo
+from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
+from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, Patch, backward_hooks, refuse, refuse_backward
