@@ -24,6 +24,7 @@ from fxpipe.forecast.figures import Stepping, over_the_limit, preview_of
 from fxpipe.forecast.preview import Preview
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.hardware import Hardware
+from fxpipe.no_gc import paused
 from fxpipe.options import Options, Recompute
 from fxpipe.packed import BatchDim
 from fxpipe.parameters.materialise import weights_of
@@ -38,7 +39,6 @@ from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import make_rank_state
 from fxpipe.schedules import Family, ScheduleName
-from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.sharding.parallelise import parts_of

@@ -22,34 +22,18 @@ from tests.scripts import Scripts
 
 ROOT = Path(__file__).parents[1]
 
-# A file imports only from floors above its own in this list, and from its own. As in the design, from the ground up.
-FLOORS = """
-    device small_file torch_compat
-    errors notebook packed policies precision progress seeds hardware labels validation
-    options plain_data
-    like
-    stage
-    graph schedules
-    distributed passes trace
-    batch
-    trace.checks
-    parameters search checkpoint.files
-    numerics
-    capture
-    plan
-    forecast sharding checkpoint
-    run
-    compiler
-    doctor
-    __init__ __main__
-    loops
-"""
-FLOOR = {package: floor for floor, packages in enumerate(FLOORS.split("\n")) for package in packages.split()}
+GROUND = set(
+    "device errors hardware labels like no_gc notebook options packed patches plain_data policies precision progress "
+    "seeds small_file snapshots tensors torch_compat user_line validation".split()
+)
+"""What every package may import; nothing in it imports another package."""
+PACKAGES = (
+    "stage graph schedules passes distributed batch checkpoint trace parameters search numerics capture sharding plan "
+    "forecast run compiler __init__ loops doctor __main__".split()
+)
+"""Each imports the ground and packages before it."""
 SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
 """Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
-IMPORTS_LAZILY = "fxpipe/__init__.py"
-"""It tells a type checker names that it imports when they are first used."""
-
 PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "search", "capture", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
@@ -57,12 +41,7 @@ MAY_PICKLE = {
     "fxpipe/checkpoint/files/reader.py": "torch's .metadata, of which no class is looked up",
 }
 """And nobody else: what SECURITY.md says of files and of other ranks."""
-MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding"}
-MAY_NAME_IT_TOO = {
-    "fxpipe/parameters/dtensors.py",
-    "fxpipe/checkpoint/gathering.py",
-    *(f"fxpipe/checkpoint/files/{name}.py" for name in ("pieces", "reader", "writer")),
-}
+MAY_NAME_DISTRIBUTED = {"torch_compat", "distributed", "sharding", "checkpoint", "tensors"}
 MAY_NAME_CUDA = {
     "fxpipe/device.py": "it owns the device",
     "fxpipe/run/forward_backward.py": "a method of modules, which it has not",
@@ -80,10 +59,7 @@ class File:
         self.path = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
         parts = Path(self.path).with_suffix("").parts
         self.package = parts[0] if parts[0] == "passes" else parts[-1] if len(parts) < 2 else parts[1]
-        if len(parts) > 3 and ".".join(parts[1:3]) in FLOOR:
-            self.package = ".".join(parts[1:3])
-        """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes. A part of a package
-        that has a floor of its own: fxpipe/checkpoint/files/reader.py → checkpoint.files."""
+        """fxpipe/errors.py → errors; fxpipe/trace/record/tape.py → trace; passes/split.py → passes."""
         self.module = ".".join(part for part in ("fxpipe", *parts[parts[0] == "fxpipe" :]) if part != "__init__")
         """fxpipe/trace/fake.py → fxpipe.trace.fake; passes/__init__.py → fxpipe.passes."""
         self._text = path.read_text()
@@ -122,8 +98,6 @@ class File:
         left_out = set()
         if self.path == SHOWS_ITSELF:
             left_out = self._in_functions
-        elif self.path == IMPORTS_LAZILY:
-            left_out = self._for_annotations
         return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
 
     @cached_property
@@ -206,15 +180,19 @@ def test_there_is_something_to_walk() -> None:
     assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 
-def test_a_package_stands_on_a_floor_and_imports_nothing_from_one_above() -> None:
+def test_a_package_imports_the_ground_and_packages_before_it() -> None:
+    order = {**dict.fromkeys(GROUND, 0), **{name: number for number, name in enumerate(PACKAGES, start=1)}}
     built_on = ((file, name) for file in FILES for name in file.built_on)
-    above = {(file.path, name) for file, name in built_on if FLOOR[BY_MODULE[name].package] > FLOOR[file.package]}
-    assert above == set()
+    assert {(f.path, name) for f, name in built_on if order[BY_MODULE[name].package] > order[f.package]} == set()
 
 
-def test_no_file_imports_in_a_circle() -> None:
-    """Rooms of one floor may import each other, files never in a circle, be it for annotations alone."""
-    after = {file.module: file.built_on for file in FILES}
+@pytest.mark.parametrize("of", ["module", "package"])
+def test_no_imports_form_a_circle(of: str) -> None:
+    """Neither of files nor of packages, the ground's among them, be it for annotations alone."""
+    after: dict[str, set[str]] = {}
+    for file in FILES:
+        own = getattr(file, of)
+        after.setdefault(own, set()).update({getattr(BY_MODULE[name], of) for name in file.built_on} - {own})
     while after:
         free = [name for name, others in after.items() if not others & set(after)]
         assert free, f"a circle among {sorted(after)}"
@@ -232,8 +210,7 @@ def test_only_who_wires_them_imports_the_passes() -> None:
 
 
 def test_torch_distributed_is_named_where_processes_meet_and_nowhere_else() -> None:
-    naming = {file.path for file in FILES if file.names_distributed and file.package not in MAY_NAME_DISTRIBUTED}
-    assert naming <= MAY_NAME_IT_TOO
+    assert {file.package for file in FILES if file.names_distributed} == MAY_NAME_DISTRIBUTED
 
 
 def test_one_package_names_what_is_private_to_torch_and_no_other() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fxpipe.batch.block_masks import block_mask_rows
 from fxpipe.device import shared_name
 from fxpipe.like import ObjectLike, ObjectValue
+from fxpipe.snapshots.contents import captured_by, open_reading_of, reading_of, walk
 from fxpipe.torch_compat.operators import OpOverload, OpOverloadPacket
-from fxpipe.trace.state.contents import captured_by, open_reading_of, reading_of, walk
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 """The types of plain values in a container, besides tensors; a capture may be valid for a single such value."""

@@ -12,7 +12,7 @@ from fxpipe.batch.description import Description, for_any_words
 from fxpipe.graph.question import Answers
 from fxpipe.plain_data import admitted
 from fxpipe.stage.modes import Ambient
-from fxpipe.trace.request import target_of
+from fxpipe.stage.with_loss import target_of
 
 
 @admitted

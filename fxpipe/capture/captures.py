@@ -24,13 +24,13 @@ from fxpipe.options import Options
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged
+from fxpipe.stage.own_generators import own_generators
 from fxpipe.trace import NEED_SHAPES, Cut
 from fxpipe.trace.checks.sizes import FAMILIES, Family
 from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.opaque.observed import SeenCalls
 from fxpipe.trace.opaque.regions import Region
-from fxpipe.trace.state.generators import own_generators
-from fxpipe.trace.state.reads import LatestReads, Reads
+from fxpipe.trace.reads import LatestReads, Reads
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,15 +26,16 @@ from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
 from fxpipe.graph.question import Unanswered
 from fxpipe.like import ObjectValue
+from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.progress import progress
-from fxpipe.schedules.no_gc import paused
 from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown
 from fxpipe.stage.modes import evaluating
 from fxpipe.stage.opaque_call import opaque_calls
+from fxpipe.stage.own_generators import own_generators
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import compiled_parts
 from fxpipe.trace import Request
@@ -45,9 +46,8 @@ from fxpipe.trace.checks.sizes import Family, changing, entries_between, outline
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import aside
+from fxpipe.trace.reads import Reads, noting
 from fxpipe.trace.request import Place
-from fxpipe.trace.state.generators import own_generators
-from fxpipe.trace.state.reads import Reads, noting
 
 SMALL = 2**16
 """The most elements of a buffer that is copied."""

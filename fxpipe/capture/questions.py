@@ -15,7 +15,7 @@ from fxpipe.like import TensorLike
 from fxpipe.passes import alias_groups, erase_boundaries, mark_copies
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
-from fxpipe.trace.user_line import place_in
+from fxpipe.user_line import place_in
 
 MOST_QUESTIONS = 16
 """The most questions about one micro-batch."""

@@ -18,7 +18,7 @@ from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.groups import groups_of_call
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
 from fxpipe.torch_compat.operators import TorchDispatchMode
-from fxpipe.trace.user_line import current_line
+from fxpipe.user_line import current_line
 
 
 def collectives_refused(topology: Topology) -> contextlib.AbstractContextManager[Any]:

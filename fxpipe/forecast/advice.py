@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from fxpipe.errors import printable
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.plan.placement import Place
 from fxpipe.plan.plan_state import WORTH_IT, PlanState
 from fxpipe.plan.tables import choose_table
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.stage_work import in_ms
 from fxpipe.search.block_graph import Block, BlockGraph, BlockValue
 from fxpipe.search.moves import best_change
 from fxpipe.search.node_costs import NodeCost, NodeCosts, ParameterCost

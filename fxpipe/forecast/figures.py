@@ -26,8 +26,9 @@ from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.simulate import peak_bytes
-from fxpipe.schedules.stage_work import StageWork
-from fxpipe.search.memory import Account, ParameterPart, StaticBytes, dealt, rows_of
+from fxpipe.schedules.stage_work import stage_work_of
+from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
+from fxpipe.sharding.data_axis import dealt
 from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
@@ -125,7 +126,7 @@ class _Forecast:
     def stages(self, costs: Costs | None = None) -> StageGraph:
         """The stages with bytes by shapes and seconds at ``costs``, or by shapes."""
         sizes = {edge: int(size) for edge, (size, _) in self.sizes.items()}
-        work = StageWork.of(self.schedule, costs or self.timeline.costs)
+        work = stage_work_of(self.schedule, costs or self.timeline.costs)
         return replace(self.graph, bytes_of=sizes, work=work)
 
     def _exchange_seconds(self) -> list[float]:

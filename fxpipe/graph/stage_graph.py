@@ -16,10 +16,10 @@ from fxpipe.errors import PartitionError, nearest, printable
 from fxpipe.graph.boundary import Gathered, Mode, running
 from fxpipe.graph.program import Crossing, Program, SizeOf
 from fxpipe.graph.ranks import Placement, ranks_of
+from fxpipe.graph.stage_work import StageWork, in_ms
 from fxpipe.graph.topological import topological_order
 from fxpipe.notebook import Tabular, listed
 from fxpipe.plain_data import admitted
-from fxpipe.schedules.stage_work import StageWork, in_ms
 from fxpipe.stage.awaiting import reading
 from fxpipe.stage.loss import Counting
 from fxpipe.stage.modes import modes_restored

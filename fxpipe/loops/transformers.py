@@ -31,8 +31,8 @@ from fxpipe.distributed.processes import process_place
 from fxpipe.errors import RunError
 from fxpipe.loops.replica_batches import ReplicaBatches, SeededRows, part_of
 from fxpipe.run.forward_backward import steps_of
+from fxpipe.stage.with_loss import target_of
 from fxpipe.torch_compat import pytree
-from fxpipe.trace.request import target_of
 
 REFUSED = {
     "fp16": "write bf16=True, or pipeline={'precision': fxpipe.Precision(torch.float16)}",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fxpipe.parameters.dtensors import local, part_of
+from fxpipe.tensors.dtensors import local, part_of
 
 PROJECTIONS = 4
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

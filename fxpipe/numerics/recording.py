@@ -17,7 +17,7 @@ from torch import Tensor
 from fxpipe.device import to_host
 from fxpipe.errors import RunError
 from fxpipe.numerics.fingerprint import NOTHING, Fingerprint, measure, positions_of
-from fxpipe.parameters.dtensors import local
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat.pytree import tensors_in
 
 INPUT, VALUE, LOSS, GRADIENT = "input", "value", "loss", "gradient"

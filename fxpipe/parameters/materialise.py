@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, RunError, nearest, noted, printable
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.parameters.dtensors import is_dtensor, shard_of
 from fxpipe.parameters.ownership import on_meta, replace_tensors, saved_tensors
 from fxpipe.parameters.weights import Weights
 from fxpipe.progress import is_teller
 from fxpipe.seeds import seed_from, seed_torch, seeded
 from fxpipe.stage.with_loss import plain_model
+from fxpipe.tensors.dtensors import is_dtensor, shard_of
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
 from fxpipe.torch_compat.tensors import hooks_of, storage_id
 from fxpipe.validation import shown

@@ -11,15 +11,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from fxpipe.checkpoint.files.pieces import pairs
 from fxpipe.distributed.collective import Collective
 from fxpipe.distributed.transport import Transport, broadcast, overwrite
 from fxpipe.errors import CheckpointError, RunError, nearest
 from fxpipe.graph.ranks import rank_count
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.parameters.dtensors import check_fits, is_dtensor, local, part_of, whole_of
 from fxpipe.stage.elsewhere import Elsewhere
 from fxpipe.stage.with_loss import plain_model
+from fxpipe.tensors.dtensors import check_fits, is_dtensor, local, part_of, whole_of
+from fxpipe.tensors.pieces import pairs
 from fxpipe.torch_compat.modules import undone_by_hooks
 from fxpipe.torch_compat.tensors import plain_results
 from fxpipe.validation import shown

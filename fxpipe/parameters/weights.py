@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.dtensors import check_fits
 from fxpipe.small_file import read_small
+from fxpipe.tensors.dtensors import check_fits
 from fxpipe.torch_compat.saved_files import checked_zip
 from fxpipe.validation import is_text, shown
 

@@ -17,7 +17,7 @@ from fxpipe.search.segments import between, partition, segments_of
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
 from fxpipe.torch_compat.tensors import hooks_of
-from fxpipe.trace.user_line import definition
+from fxpipe.user_line import definition
 
 Place = int | Sequence[int]
 """A rank, or several ranks that take a stage's micro-batches in turn."""

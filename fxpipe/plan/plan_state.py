@@ -26,6 +26,7 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import Stage, StageGraph
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
@@ -37,7 +38,6 @@ from fxpipe.progress import log, progress
 from fxpipe.schedules import Limited
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.stage_work import in_ms
 from fxpipe.schedules.verify import prove
 from fxpipe.stage.opaque_call import has_opaque_calls
 from fxpipe.trace import Request

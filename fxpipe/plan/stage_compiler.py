@@ -1,7 +1,8 @@
 """Compiles stages by a function of the user's, such as ``torch.compile``, on the ranks that run the stages.
 
 If a table has input-grad and weight-grad actions, AOTAutograd captures a stage's forward and both halves of its
-backward, and the user's function compiles each of the three.
+backward, and the user's function compiles each of the three. A pass cuts the backward in halves. So this file is in
+``plan``, and not in ``stage``, which the passes import.
 """
 
 from __future__ import annotations

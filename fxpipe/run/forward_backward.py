@@ -25,7 +25,6 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into
-from fxpipe.plan.agreement import Call
 from fxpipe.plan.placement import Place, place_stages
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -33,6 +32,7 @@ from fxpipe.plan.together import EVERYONE, plan_together
 from fxpipe.progress import log
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
 from fxpipe.run.rank_state import RankState
+from fxpipe.run.step.agreement import Call
 from fxpipe.run.step.step import Failing, Steps
 from fxpipe.run.step.step_outcome import detached
 from fxpipe.schedules import Family, ScheduleName, with_costs

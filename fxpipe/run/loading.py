@@ -20,10 +20,15 @@ from torch import Tensor
 
 from fxpipe.checkpoint.files import run_folder
 from fxpipe.checkpoint.files.manifest import Manifest
-from fxpipe.checkpoint.files.pieces import is_parts
 from fxpipe.checkpoint.files.reader import MODEL, FolderReader, ModelValues, own_key
 from fxpipe.checkpoint.gathering import TransportGathering, agreed
-from fxpipe.checkpoint.run_state import (
+from fxpipe.distributed.activity import announced
+from fxpipe.errors import CheckpointError, printable
+from fxpipe.parameters.ownership import own_buffers, saved_tensors
+from fxpipe.precision import converts
+from fxpipe.progress import log
+from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.run_state import (
     BUFFERS,
     PLAIN,
     STATE,
@@ -35,19 +40,14 @@ from fxpipe.checkpoint.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.distributed.activity import announced
-from fxpipe.errors import CheckpointError, printable
-from fxpipe.parameters.dtensors import is_dtensor
-from fxpipe.parameters.ownership import own_buffers, saved_tensors
-from fxpipe.precision import converts
-from fxpipe.progress import log
-from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.saving import claim, continues, path_of, wait_for_saves, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_of, seed_python, seed_torch, set_state
 from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.optimizer_state import MASTER
+from fxpipe.tensors.dtensors import is_dtensor
+from fxpipe.tensors.pieces import is_parts
 
 
 def load(

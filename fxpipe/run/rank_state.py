@@ -16,7 +16,6 @@ from fxpipe.distributed.transport import Transport, broadcast
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise_parts
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release, replace_tensors, why_elsewhere
 from fxpipe.parameters.weights import Weights
@@ -33,6 +32,7 @@ from fxpipe.sharding.parallelise import (
     parallelise_stages,
 )
 from fxpipe.sharding.reducer import Reducer, reducer_for
+from fxpipe.tensors.dtensors import is_dtensor
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ from fxpipe.checkpoint.files.plain import PLAIN as KINDS
 from fxpipe.checkpoint.files.run_folder import FolderLock, lock_of
 from fxpipe.checkpoint.files.writer import RankPlan
 from fxpipe.checkpoint.gathering import Gathering, TransportGathering, Verdict, agreed, gathering_beside, values_of
-from fxpipe.checkpoint.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.distributed.activity import announced
 from fxpipe.errors import CheckpointError, describe_error
 from fxpipe.parameters.ownership import own_buffers
 from fxpipe.progress import log
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
+from fxpipe.run.run_state import BUFFERS, PLAIN, STATE, plain_parts, savable, ties_of
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, state_of

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.graph.ranks import as_placement
+from fxpipe.no_gc import paused
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import cached, gpipe, group_interleaved, groups_behind, store_all
 from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleName
@@ -20,7 +21,6 @@ from fxpipe.schedules.families.solve import solved
 from fxpipe.schedules.families.v_min import FOLDING, v_min
 from fxpipe.schedules.families.zero_bubble import NotFolded, folded, zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
-from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import check as check_table
 from fxpipe.validation import check, shown

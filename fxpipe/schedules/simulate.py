@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
+from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind
 from fxpipe.schedules.lower import Message
-from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule, Span, Timeline
 
 if TYPE_CHECKING:

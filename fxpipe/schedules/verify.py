@@ -15,11 +15,11 @@ from itertools import chain
 from typing import NoReturn
 
 from fxpipe.errors import ScheduleError
+from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
 from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
-from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 

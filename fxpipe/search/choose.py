@@ -25,7 +25,9 @@ from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.program import Program, called_in
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.hardware import Hardware
+from fxpipe.no_gc import paused
 from fxpipe.options import AUTO, Options, Recompute
 from fxpipe.passes.partition import components
 from fxpipe.passes.union import Union
@@ -33,17 +35,16 @@ from fxpipe.progress import log, progress
 from fxpipe.schedules import Family, ScheduleName, placement_for, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.zero_bubble import NotFolded
-from fxpipe.schedules.no_gc import paused
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.stage_work import StageWork, in_ms
+from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.search.memory import Account
 from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, placed_at, search
 from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, segments_of
 from fxpipe.search.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
+from fxpipe.stage.activation_checkpoints import checkpoints_that_keep
 from fxpipe.trace.checks.sizes import bytes_of_inputs
-from fxpipe.trace.state.replay import checkpoints_that_keep
 
 FINER = 0.4
 """The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
@@ -96,7 +97,7 @@ class Balanced:
     def _stages(self, outcome: LayoutOutcome) -> str:
         """A line for each rank or set of ranks: the outermost modules that a single stage runs, or parts of modules;
         and the F and B of its stages."""
-        layout, work = outcome.layout, StageWork.of(outcome.schedule, outcome.costs)
+        layout, work = outcome.layout, stage_work_of(outcome.schedule, outcome.costs)
         assert work is not None  # costs by shapes are in seconds
         stage_of = {name: stage for names, stage in zip(self.blocks, layout.stage_of, strict=True) for name in names}
         paths = {node.name: called_in(node) for node in self.program.nodes if node.name in stage_of}

@@ -18,7 +18,6 @@ Rajbhandari et al., "ZeRO", https://arxiv.org/abs/1910.02054, table 1, which cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from torch import Tensor
@@ -122,12 +121,3 @@ class ParameterPart:
 def rows_of(parameter: Tensor) -> int:
     """The size of a parameter's first dimension; 0 if it has no dimension."""
     return parameter.shape[0] if parameter.ndim else 0
-
-
-def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that steps each whole parameter: the largest first, to the least loaded rank (Graham, 1969)."""
-    loads, owner = [0] * ranks, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        owner[index] = loads.index(min(loads))
-        loads[owner[index]] += sizes[index]
-    return owner

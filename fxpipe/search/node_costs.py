@@ -23,9 +23,10 @@ from torch.utils.flop_counter import flop_registry
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
+from fxpipe.no_gc import paused
 from fxpipe.passes.defer_weights import deferred_calls
-from fxpipe.schedules.no_gc import paused
 from fxpipe.search.memory import Account, StaticBytes, rows_of
+from fxpipe.stage.activation_checkpoints import checkpoints_noted, checkpoints_that_keep
 from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of, without_onednn
@@ -33,7 +34,6 @@ from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model
-from fxpipe.trace.state.replay import checkpoints_noted, checkpoints_that_keep
 
 
 class CostUnknown(PartitionError, TraceError):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import is_dtensor, local, whole_of
 from fxpipe.sharding.gradients import Piece
+from fxpipe.tensors.dtensors import is_dtensor, local, whole_of
 from fxpipe.validation import is_flag, shown
 
 

@@ -16,7 +16,6 @@ from fxpipe.distributed.transport import Groups, Transport
 from fxpipe.errors import TopologyError
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.precision import Precision
-from fxpipe.search.memory import dealt
 
 
 @dataclass(frozen=True)
@@ -203,3 +202,12 @@ def _bucket(kind: BucketKind, root: int | None, items: Sequence[Item], ranks: in
 
 def _up(count: int, step: int) -> int:
     return -(-count // step) * step
+
+
+def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank that steps each whole parameter: the largest first, to the least loaded rank (Graham, 1969)."""
+    loads, owner = [0] * ranks, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owner[index] = loads.index(min(loads))
+        loads[owner[index]] += sizes[index]
+    return owner

@@ -23,7 +23,6 @@ from torch import Tensor
 from fxpipe.distributed.activity import announced, phase
 from fxpipe.distributed.transport import Transport, failing_together, member
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.parameters.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.precision import Precision, merged
 from fxpipe.progress import log
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
@@ -53,6 +52,7 @@ from fxpipe.sharding.optimizer_state import (
     refuse_torchs_helpers,
 )
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
+from fxpipe.tensors.dtensors import is_dtensor, local, settle_foreach
 from fxpipe.validation import shown
 
 

@@ -37,7 +37,6 @@ from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph
-from fxpipe.parameters.dtensors import local
 from fxpipe.parameters.ownership import Ownership, replace_tensors
 from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action
@@ -46,6 +45,7 @@ from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat.fsdp import fsdp_end_backward, fsdp_groups, fsdp_set_up, fsdp_state, fsdp_without_hooks
 from fxpipe.torch_compat.modules import hook_tables
 from fxpipe.torch_compat.tensors import holders_of, share_hooks, version_of

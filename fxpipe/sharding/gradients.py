@@ -29,12 +29,12 @@ from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport, in_flat_buffers
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.progress import log
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.sharding.data_axis import GradientSums
 from fxpipe.stage.awaiting import Waits
+from fxpipe.tensors.dtensors import is_dtensor, local
 from fxpipe.torch_compat.operators import FOREACH_NORM
 from fxpipe.torch_compat.tensors import plain_results, recast
 

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import RunError, nearest
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.sharding.parameter_groups import options_of
+from fxpipe.tensors.dtensors import is_dtensor
+from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import NUMBER_READ, TorchDispatchMode
 from fxpipe.torch_compat.pytree import tensors_in

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.checkpoint.files.pieces import Slice, in_parts, is_parts, memory_order, out_of_parts
 from fxpipe.errors import CheckpointError, RunError, nearest
-from fxpipe.parameters.dtensors import is_dtensor, local
 from fxpipe.precision import Precision, merged
 from fxpipe.sharding.gradients import Piece
 from fxpipe.sharding.optimizer_class import Entry
 from fxpipe.sharding.parameter_groups import options_of
+from fxpipe.tensors.dtensors import is_dtensor, local
+from fxpipe.tensors.pieces import Slice, in_parts, is_parts, memory_order, out_of_parts
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.tensors import storage_id
 from fxpipe.validation import Expected, check, is_list, is_mapping, list_of

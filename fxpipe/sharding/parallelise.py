@@ -27,7 +27,6 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Groups, Transport, member
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import Stage, StageGraph, all_tensors
-from fxpipe.parameters.dtensors import description_of, is_dtensor, lines_of, local
 from fxpipe.parameters.ownership import Ownership, check_no_extra_state, replace_tensors
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
@@ -35,6 +34,7 @@ from fxpipe.sharding.data_axis import scope_of
 from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
+from fxpipe.tensors.dtensors import description_of, is_dtensor, lines_of, local
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.groups import ranks_without_processes
 from fxpipe.torch_compat.modules import BATCH_NORM

@@ -22,7 +22,6 @@ from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import BACKWARD, FORWARD
@@ -30,6 +29,7 @@ from fxpipe.sharding.data_axis import BucketKind, GradientSums, Item, lay_out
 from fxpipe.sharding.flat_bucket import FlatBucket
 from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
 from fxpipe.stage.awaiting import Waits
+from fxpipe.tensors.dtensors import is_dtensor
 
 FIRST_BUCKET = 2**20
 """Bytes. The first bucket is smaller, so that the first reduction starts early; as in torch's DDP."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,21 @@ def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
         function = function.func
     owner = getattr(function, "__self__", function)
     return owner if isinstance(owner, nn.Module) else None
+
+
+def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
+    """The loss function's parameter after the output, for ``target``; None if the function takes the output alone."""
+    if loss_fn is None:
+        return None
+    unknown = inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY)
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):  # a builtin function
+        return unknown
+    by_place = [p for p in signature.parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
+    if by_place and by_place[-1].kind is inspect.Parameter.VAR_POSITIONAL:
+        return unknown
+    return by_place[1] if len(by_place) > 1 else None
 
 
 class WithLoss(nn.Module):

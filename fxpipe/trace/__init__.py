@@ -19,7 +19,7 @@ from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.record.tracer import record
 from fxpipe.trace.request import Cut, Request
 from fxpipe.trace.symbolic.tracer import symbolic
-from fxpipe.trace.user_line import LINE, code_of, place_in
+from fxpipe.user_line import LINE, code_of, place_in
 
 Tracer = Callable[[Request], Program]
 Result = TypeVar("Result")

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.like import ITEMS, WORD, ObjectLike, TensorLike
+from fxpipe.patches import all_patched
+from fxpipe.snapshots.contents import users_modules, walk
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import is_functorch
 from fxpipe.torch_compat.fakes import (
@@ -30,8 +32,6 @@ from fxpipe.torch_compat.fakes import (
     UnsupportedOperatorException,
 )
 from fxpipe.torch_compat.operators import no_dispatch_modes, no_function_modes
-from fxpipe.trace.patching import all_patched
-from fxpipe.trace.state.contents import users_modules, walk
 
 _META = torch.device("meta")
 

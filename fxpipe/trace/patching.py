@@ -18,9 +18,9 @@ from torch import nn
 
 from fxpipe.device import kinds
 from fxpipe.errors import TraceError
-from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
+from fxpipe.patches import all_patched
 from fxpipe.torch_compat.fakes import fake_home
-from fxpipe.trace.user_line import LINE, current_line, definition, is_users
+from fxpipe.user_line import LINE, current_line, definition, is_users
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -89,23 +89,6 @@ refuse_backward = refusing(
     "forward calls backward, which adds to .grad beside the step",
     "take gradients with torch.autograd.grad, where all that they go through is in one stage",
 )
-
-
-def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``note()`` and then ``function``."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return function(*args, **kwargs)
-
-    return called
-
-
-def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
-    non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
-    non_reentrant = torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator
-    return all_patched([non_reentrant, (torch.utils.checkpoint.CheckpointFunction, "apply", apply)])
 
 
 refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
@@ -200,30 +183,3 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Abstra
 
     patches = {(owner, method): patch(owner, method) for (_, method), owner in owners.items()}
     return all_patched((owner, method, call) for (owner, method), call in patches.items())
-
-
-Patch = tuple[Any, str, Any]
-"""(owner, attribute name, replacement)"""
-
-
-@contextlib.contextmanager
-def all_patched(patches: Iterable[Patch]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patched(*patch))
-        yield
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # an attribute that the owner inherits is deleted afterwards, and not set to the inherited value
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)

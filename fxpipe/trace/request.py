@@ -20,7 +20,7 @@ from fxpipe.seeds import Generators
 from fxpipe.stage.listed import Listed
 from fxpipe.stage.loss import Sum
 from fxpipe.stage.modes import Autocast
-from fxpipe.stage.with_loss import loss_module
+from fxpipe.stage.with_loss import loss_module, target_of
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
 
@@ -32,21 +32,6 @@ def named(places: Iterable[Place]) -> str:
     """The names of dimensions of inputs, for a message."""
     named = dict.fromkeys((name, dim) for name, _, dim in sorted(places))
     return ", ".join(f"{name!r} in dimension {dim}" for name, dim in named)
-
-
-def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
-    """The loss function's parameter after the output, for ``target``; None if the function takes the output alone."""
-    if loss_fn is None:
-        return None
-    unknown = inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY)
-    try:
-        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
-    except (TypeError, ValueError):  # a builtin function
-        return unknown
-    by_place = [p for p in signature.parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
-    if by_place and by_place[-1].kind is inspect.Parameter.VAR_POSITIONAL:
-        return unknown
-    return by_place[1] if len(by_place) > 1 else None
 
 
 class Word:

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.optim.lr_scheduler import StepLR
 
 import fxpipe
-from fxpipe.checkpoint.run_state import PlainOptimizer
 from fxpipe.errors import CheckpointError
+from fxpipe.run.run_state import PlainOptimizer
 from tests.run.test_loading import Two
 
 Made = tuple[Any, torch.optim.Optimizer]

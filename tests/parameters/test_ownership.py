@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.stage.elsewhere import Elsewhere
-from fxpipe.trace.state.snapshot import Snapshot
 
 TWO = fxpipe.Topology([("pipe", 2)])
 

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fxpipe
 from fxpipe import Average, CheckpointError, FxpipeError, Precision, RunError, Topology
-from fxpipe.parameters.dtensors import local as to_local
+from fxpipe.tensors.dtensors import local as to_local
 from tests.harness import engine_of, replica_of
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world

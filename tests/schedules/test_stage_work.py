@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.schedules import Costs, build
-from fxpipe.schedules.stage_work import StageWork, in_ms
+from fxpipe.schedules.stage_work import stage_work_of
 
 SECONDS = replace(Costs.of(4, forward=[3, 1, 2, 0.02], backward=[6, 2, 4, 0.04]), source="costs measured")
 """Stage s takes 3 F of a micro-batch."""
@@ -16,7 +17,7 @@ SECONDS = replace(Costs.of(4, forward=[3, 1, 2, 0.02], backward=[6, 2, 4, 0.04])
 def test_a_stage_has_its_share_of_its_rank_and_a_rank_its_share_of_all() -> None:
     """Stages of 9, 3, 6 and 0.06 a micro-batch; the first two are on rank 0, the others have one each."""
     schedule = build("1f1b", [(0, 1), (1, 2), (2, 3)], 4, placement=[0, 0, 1, 2])
-    work = StageWork.of(schedule, SECONDS)
+    work = stage_work_of(schedule, SECONDS)
     assert work is not None
     assert work.shares == pytest.approx((9 / 12, 3 / 12, 1, 1))
     assert work.ranks == pytest.approx((12 / 18.06, 6 / 18.06, 0.06 / 18.06))
@@ -25,7 +26,7 @@ def test_a_stage_has_its_share_of_its_rank_and_a_rank_its_share_of_all() -> None
 
 def test_a_stage_on_several_ranks_shares_the_work_of_all_of_them() -> None:
     schedule = build("1f1b", [(0, 1), (1, 2), (2, 3)], 4, placement=[(0, 1, 2), 0, 1, 2])
-    work = StageWork.of(schedule, SECONDS)
+    work = stage_work_of(schedule, SECONDS)
     assert work is not None
     assert work.shares[0] == pytest.approx(4 * 9 / (4 * 18.06))
     assert sum(work.ranks) == pytest.approx(1)
@@ -33,21 +34,21 @@ def test_a_stage_on_several_ranks_shares_the_work_of_all_of_them() -> None:
 
 def test_a_forward_that_runs_again_is_work_of_its_stage() -> None:
     schedule = build("1f1b", [(0, 1)], 4, placement=[0, 0], recompute=[True, False])
-    work = StageWork.of(schedule, replace(Costs.of(2), source="costs measured"))
+    work = stage_work_of(schedule, replace(Costs.of(2), source="costs measured"))
     assert work is not None
     assert work.shares == pytest.approx((4 / 7, 3 / 7))  # 2 F + B beside F + B
 
 
 def test_stages_without_backward_have_no_time_for_it() -> None:
     schedule = build("1f1b", [(0, 1)], 4, backward=[False, True])
-    work = StageWork.of(schedule, replace(Costs.of(2), source="costs measured"))
+    work = stage_work_of(schedule, replace(Costs.of(2), source="costs measured"))
     assert work is not None
     assert work.backward == (None, 2.0)
     assert work.ranks == pytest.approx((1 / 4, 3 / 4))
 
 
 def test_costs_of_an_unknown_unit_are_no_seconds() -> None:
-    assert StageWork.of(build("1f1b", [(0, 1)], 4), Costs.of(2)) is None
+    assert stage_work_of(build("1f1b", [(0, 1)], 4), Costs.of(2)) is None
 
 
 @pytest.mark.parametrize(

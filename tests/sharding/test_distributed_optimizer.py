@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
 
-from fxpipe.checkpoint.files.pieces import Slice
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
 from fxpipe.precision import Precision, cast_parameters
@@ -25,6 +24,7 @@ from fxpipe.sharding.distributed_optimizer import DistributedOptimizer
 from fxpipe.sharding.gradients import OptimizerPieces, Piece
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, is_elementwise
 from fxpipe.sharding.parameter_groups import resolve_groups, whole_groups
+from fxpipe.tensors.pieces import Slice
 from tests.device import DEVICE
 from tests.thinned import in_turn, pairwise
 

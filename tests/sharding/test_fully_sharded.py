@@ -18,9 +18,9 @@ from fxpipe.distributed.processes import connect
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError, TopologyError
 from fxpipe.graph.stage_graph import Edge
-from fxpipe.parameters.dtensors import whole_of
 from fxpipe.precision import Precision
 from fxpipe.sharding.fsdp import in_blocks
+from fxpipe.tensors.dtensors import whole_of
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
 from tests.thinned import every, in_turn

@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import (
 import fxpipe
 from fxpipe import StageGraph, Topology
 from fxpipe.errors import RunError
-from fxpipe.parameters.dtensors import settle_foreach, whole_of
-from fxpipe.plan import agreement
+from fxpipe.run.step import agreement
+from fxpipe.tensors.dtensors import settle_foreach, whole_of
 from tests.harness import Run, assert_run, cut, replica_of
 from tests.harness import trained as run_case
 from tests.pool import Pool

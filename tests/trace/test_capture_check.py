@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import fxpipe
 from fxpipe import TraceError, stage_boundary
 from fxpipe.capture import capturing
+from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.torch_compat.operators import TorchDispatchMode
 from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.checks import capture_check
-from fxpipe.trace.state.snapshot import Snapshot
 from tests.device import DEVICE
 from tests.harness import assert_same, replica_of
 from tests.models import WIDTH, Layers, linear, vectors

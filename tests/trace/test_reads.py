@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import fxpipe
 from fxpipe.capture import auto_opaque
 from fxpipe.errors import RunError
-from fxpipe.trace.state.reads import MOST, Reads, noting
+from fxpipe.trace.reads import MOST, Reads, noting
 from tests.harness import assert_same, current_seat, strict
 from tests.thinned import every, in_turn
 

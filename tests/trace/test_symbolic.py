@@ -295,8 +295,8 @@ def test_arguments_are_inputs_absent_or_fixed_and_go_by_place_where_they_must() 
 COMPILED_TWICE = """
 import gc, torch, fxpipe
 from torch import nn
-from fxpipe.trace.state.attributes import CaptureGuard
-from fxpipe.trace.state.snapshot import Snapshot
+from fxpipe.trace.attributes import CaptureGuard
+from fxpipe.snapshots.snapshot import Snapshot
 
 class Model(nn.Module):
     def __init__(self):

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.parameters.dtensors import local, whole_of
+from fxpipe.tensors.dtensors import local, whole_of
 from tests.harness import accumulate
 from tests.models import Inputs
 from tests.pool import Pool

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology
-from fxpipe.parameters.dtensors import whole_of
+from fxpipe.tensors.dtensors import whole_of
 from tests import hf
 from tests.device import DEVICE
 from tests.harness import Run

@@ -15,7 +15,7 @@ from fxpipe.capture import auto_opaque, capturing
 from fxpipe.capture.capturing import CaptureRun, Capturing
 from fxpipe.plan import plan_state
 from fxpipe.plan.plan_state import PlanState
-from fxpipe.trace.state.reads import Reads
+from fxpipe.trace.reads import Reads
 from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
 from tests.strict_transport import current_seat

@@ -29,9 +29,9 @@ import torch.distributed.checkpoint as dcp
 from fxpipe.checkpoint.files.manifest import MANIFEST, Manifest, Written
 from fxpipe.checkpoint.files.plain import to_plain
 from fxpipe.checkpoint.files.reader import METADATA, FolderReader
-from fxpipe.checkpoint.run_state import PlainParts, plain_parts, tensors_for, value_of
 from fxpipe.errors import MOST_TOLD, CheckpointError, FxpipeError, ScheduleError
 from fxpipe.parameters.weights import Weights
+from fxpipe.run.run_state import PlainParts, plain_parts, tensors_for, value_of
 from fxpipe.schedules import build
 from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, chain

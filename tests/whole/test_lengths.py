@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import stage_boundary
-from fxpipe.plan import agreement
+from fxpipe.run.step import agreement
 from tests.harness import (
     Engines,
     Steps,

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 import fxpipe
 from fxpipe import Topology
 from fxpipe.graph.operators import handoff, private
-from fxpipe.parameters.dtensors import whole_of
+from fxpipe.tensors.dtensors import whole_of
 from tests.harness import (
     Engine,
     accumulate,

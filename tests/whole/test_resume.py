@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 import fxpipe
-from fxpipe.checkpoint.files.pieces import Slice
+from fxpipe.tensors.pieces import Slice
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
 from tests.thinned import ALL, every

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import fxpipe
 from fxpipe import RunError, Topology
-from fxpipe.parameters.dtensors import is_dtensor, local
+from fxpipe.tensors.dtensors import is_dtensor, local
 from tests.harness import replica_of
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world

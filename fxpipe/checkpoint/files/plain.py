@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpipe.checkpoint.files.pieces import plain_of
 from fxpipe.device import bytes_of
 from fxpipe.errors import CheckpointError
+from fxpipe.tensors.pieces import plain_of
 from fxpipe.validation import is_whole
 
 PLAIN = "None, bool, int, float, str, bytes, list, tuple, dict with str or int keys, and tensors"

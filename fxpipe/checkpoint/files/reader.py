@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fxpipe.checkpoint.files.manifest import Manifest, Piece, natural, pieces_of
-from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import CheckpointError, nearest
-from fxpipe.parameters.dtensors import check_fits, local
 from fxpipe.precision import converts, merged
 from fxpipe.small_file import Budget, read_small
+from fxpipe.tensors.dtensors import check_fits, local
+from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat.saved_files import METADATA_CLASSES, METADATA_FUNCTIONS, checked_zip, storage_info
 
 

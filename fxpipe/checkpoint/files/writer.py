@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from fxpipe.checkpoint.files.manifest import PIECE, Written
-from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.device import to_host
+from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat.saved_files import storage_info
 
 Message = list[Any]

@@ -27,7 +27,6 @@ from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import Edge, bytes_in
 from fxpipe.labels import label
 from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, ValueRecorder
-from fxpipe.parameters.dtensors import local
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
@@ -41,6 +40,7 @@ from fxpipe.stage.awaiting import awaiting
 from fxpipe.stage.loss import read_loss, root_weight
 from fxpipe.stage.modes import Autocast, within
 from fxpipe.stage.stage_calls import Saved, keep_finite
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import profiler_runs
 from fxpipe.torch_compat.tensors import storage_id, version_of

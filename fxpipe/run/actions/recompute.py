@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import OwnGenerator, Stage, StageGraph
-from fxpipe.parameters.dtensors import local
+from fxpipe.snapshots.snapshot import Numbers, Snapshot, State
+from fxpipe.stage.activation_checkpoints import checkpoints_that_keep
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.stage_calls import Saved
+from fxpipe.tensors.dtensors import local
+from fxpipe.tensors.rounding import is_repeated
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
 from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.torch_compat.tensors import version_of
-from fxpipe.trace.state.replay import checkpoints_that_keep, is_repeated
-from fxpipe.trace.state.snapshot import Numbers, Snapshot, State
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
 """A stage's forward: inputs → (outputs, saved values for its backward)."""

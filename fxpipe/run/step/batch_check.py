@@ -17,9 +17,9 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.numerics.fingerprint import BITS, split_mix
-from fxpipe.parameters.dtensors import local
 from fxpipe.plain_data import digest_of
 from fxpipe.progress import warn
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat import pytree
 
 FIRST, EVERY = 3, 100

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fxpipe.device import to_host
 from fxpipe.distributed.transport import Transport
-from fxpipe.parameters.dtensors import local
 from fxpipe.plan.plan import Plan
 from fxpipe.progress import warn
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat import pytree
 
 

@@ -32,8 +32,6 @@ from fxpipe.labels import label
 from fxpipe.like import cast_batch
 from fxpipe.numerics.fingerprint import positions_of
 from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, TensorPart, ValueRecorder
-from fxpipe.parameters.dtensors import local
-from fxpipe.plan.agreement import AgreedBatch, Agreement, Call
 from fxpipe.plan.placement import check_hooks
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
@@ -43,6 +41,7 @@ from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
 from fxpipe.run.rank_state import RankState
+from fxpipe.run.step.agreement import AgreedBatch, Agreement, Call
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
 from fxpipe.run.step.step_outcome import Facts, ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
@@ -52,9 +51,10 @@ from fxpipe.seeds import seed_of
 from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
+from fxpipe.stage.own_generators import own_generators
+from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat.tensors import hooks_of, version_of
 from fxpipe.trace.checks.sizes import with_sizes
-from fxpipe.trace.state.generators import own_generators
 
 MOST_BOUND = 32
 """The most bound calls that are cached per plan: a call for each set of micro-batches that have weight."""

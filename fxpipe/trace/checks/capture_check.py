@@ -16,9 +16,11 @@ from fxpipe.errors import TopologyError, TraceError
 from fxpipe.graph.gathering import added
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.packed import BatchDim, counted, rule_at
+from fxpipe.snapshots.snapshot import State
 from fxpipe.stage.loss import MicrobatchLoss, columns_of, read_loss
 from fxpipe.stage.modes import within
 from fxpipe.stage.stage_calls import Saved
+from fxpipe.tensors.rounding import differences, gap, in_double, is_close, is_same, largest
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
@@ -29,22 +31,7 @@ from fxpipe.trace.checks.row_check import Losses, check_rows
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.patching import LEFT_BEHIND
-from fxpipe.trace.state.replay import (
-    CONSTANT,
-    Batch,
-    Rounding,
-    as_in_a_step,
-    differences,
-    gap,
-    gpus_of,
-    in_compute_dtype,
-    in_double,
-    is_close,
-    is_same,
-    largest,
-    own,
-)
-from fxpipe.trace.state.snapshot import State
+from fxpipe.trace.replay import CONSTANT, Batch, Rounding, as_in_a_step, gpus_of, in_compute_dtype, own
 
 MOST_PARAMETERS = 2**28
 """The most parameter elements of a model that is checked: the check needs three times the parameters' memory."""

@@ -13,12 +13,12 @@ from torch.fx import Node
 from fxpipe.graph.program import Program, Shapes, is_assertion
 from fxpipe.like import TensorLike
 from fxpipe.seeds import random_apart
+from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import uncompiled
 from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model
-from fxpipe.trace.state.snapshot import Snapshot
 
 
 @contextmanager

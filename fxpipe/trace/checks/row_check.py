@@ -26,7 +26,8 @@ from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, counted
 from fxpipe.progress import is_teller, warn
 from fxpipe.stage.loss import MicrobatchLoss
-from fxpipe.trace.state.replay import Batch, is_close, unit
+from fxpipe.tensors.rounding import is_close, unit
+from fxpipe.trace.replay import Batch
 from fxpipe.validation import is_number
 
 

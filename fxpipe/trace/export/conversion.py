@@ -22,6 +22,8 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.program import Effects, Program, SizeGuard
 from fxpipe.graph.stage_graph import first_names
+from fxpipe.patches import all_patched
+from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import TENSOR
 from fxpipe.torch_compat import pytree
@@ -32,9 +34,8 @@ from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.torch_compat.sizes import hint_of, holds_for, size_guards
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, all_patched
-from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import users_line_in
+from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED
+from fxpipe.user_line import users_line_in
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default
 _WHOLE = torch.ops.fxpipe.whole.default

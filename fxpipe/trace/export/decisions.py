@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, QuestionKind
+from fxpipe.patches import all_patched, patched
+from fxpipe.snapshots.contents import users_modules
 from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.sizes import fix_size, is_unbacked, known_truth, size_decisions
 from fxpipe.trace.export.graph_so_far import computation_of, computed
-from fxpipe.trace.patching import all_patched, patched
-from fxpipe.trace.state.contents import users_modules
-from fxpipe.trace.user_line import current_line
+from fxpipe.user_line import current_line
 
 
 class Asked(BaseException):

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.patches import Patch
 from fxpipe.seeds import RandomState
+from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.torch_compat.autograd import function_apply
 from fxpipe.torch_compat.export import PythonKeyTracer, import_dynamo
 from fxpipe.torch_compat.modules import RECURRENT_CACHES
-from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
+from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, CaptureGuard
+from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, CaptureGuard
-from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import definition, is_torchs
+from fxpipe.user_line import definition, is_torchs
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
 """The attribute that transformers sets once a model's first call has registered forward hooks on its layers."""

@@ -35,7 +35,7 @@ from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import as_in_run, refuse
 from fxpipe.trace.request import Place, Request, named
-from fxpipe.trace.user_line import is_torchs, line_of
+from fxpipe.user_line import is_torchs, line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
 

@@ -19,6 +19,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
 from fxpipe.like import TensorLike
 from fxpipe.seeds import RandomState
+from fxpipe.snapshots.snapshot import Snapshot, State, storage_of
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
@@ -27,12 +28,11 @@ from fxpipe.trace.cuts.cutting import cutting
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region, SeenCall
 from fxpipe.trace.patching import refuse
+from fxpipe.trace.reads import noting
 from fxpipe.trace.record.tape import TouchedMode
+from fxpipe.trace.replay import Batch, as_in_a_step, gpus_of, in_compute_dtype, own
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.reads import noting
-from fxpipe.trace.state.replay import Batch, as_in_a_step, gpus_of, in_compute_dtype, own
-from fxpipe.trace.state.snapshot import Snapshot, State, storage_of
-from fxpipe.trace.user_line import line_of
+from fxpipe.user_line import line_of
 
 SeenCalls = Mapping[tuple[str, int], SeenCall]
 

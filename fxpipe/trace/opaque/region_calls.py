@@ -14,12 +14,13 @@ from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.program import Effects
+from fxpipe.patches import all_patched
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
-from fxpipe.trace.patching import Key, all_patched, aside, handled, refuse
+from fxpipe.trace.patching import Key, aside, handled, refuse
 from fxpipe.trace.request import Request, tensors_of_words
-from fxpipe.trace.user_line import current_line, is_users
+from fxpipe.user_line import current_line, is_users
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,15 @@ from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.like import TensorLike
+from fxpipe.patches import Patch, all_patched, noting, patched
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR, checkpoint_options, function_apply, vmap_home
 from fxpipe.torch_compat.modules import BackwardHookFunction
 from fxpipe.torch_compat.operators import DISTRIBUTION_CHECKS, no_function_modes
+from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, watching_attributes
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import Key, Patch, all_patched, backward_hooks, handled, noting, patched, refuse_backward
+from fxpipe.trace.patching import Key, backward_hooks, handled, refuse_backward
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState
 from fxpipe.trace.record.opaque import Applied
@@ -35,8 +37,7 @@ from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
 from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, tensors
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, watching_attributes
-from fxpipe.trace.user_line import current_line, definition
+from fxpipe.user_line import current_line, definition
 
 Call = Callable[..., Any]
 

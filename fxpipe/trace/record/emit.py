@@ -14,11 +14,11 @@ from torch.fx import Node
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.program import Effects, graph_module
+from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import enter_modes, leave_modes
 from fxpipe.stage.stage_calls import check_shapes, shapes_of
 from fxpipe.trace.record.opaque import Checkpointed
 from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, mapped, tensors
-from fxpipe.trace.state.snapshot import storage_of
 
 Key = tuple[int, tuple[Any, ...]]
 Storages = Mapping[int, tuple[int, str]]

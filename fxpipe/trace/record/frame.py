@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fxpipe.graph.program import Effects
 from fxpipe.seeds import Generators, RandomState
+from fxpipe.snapshots.snapshot import Snapshot, storage_of
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.fake import is_fake
 from fxpipe.trace.record.recorder import Recorder
@@ -22,7 +23,6 @@ from fxpipe.trace.record.tape import (
     paths,
     tensors,
 )
-from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 class PythonState:

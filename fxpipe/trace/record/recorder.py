@@ -20,13 +20,15 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
+from fxpipe.patches import patched
 from fxpipe.seeds import Generators, RandomState
+from fxpipe.snapshots.snapshot import Snapshot, storage_of
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import CHECKS, TorchDispatchMode, no_function_modes
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
-from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, patched, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward
 from fxpipe.trace.record.tape import (
     Args,
     Checkpoint,
@@ -46,8 +48,7 @@ from fxpipe.trace.record.tape import (
     target_of,
     tensors,
 )
-from fxpipe.trace.state.snapshot import Snapshot, storage_of
-from fxpipe.trace.user_line import current_line
+from fxpipe.user_line import current_line
 
 _HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad"})
 _SAME_TENSOR = frozenset({"requires_grad_"})

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from fxpipe.errors import TraceError
 from fxpipe.like import TensorLike
 from fxpipe.seeds import Generators, RandomState
+from fxpipe.snapshots.snapshot import Snapshot, storage_of
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.trace.fake import outside
 from fxpipe.trace.record.frame import PythonState
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
-from fxpipe.trace.state.snapshot import Snapshot, storage_of
 
 
 @dataclass(frozen=True)

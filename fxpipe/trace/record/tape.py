@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fxpipe.device import kinds
 from fxpipe.graph.program import Effects
+from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
 from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.trace.state.snapshot import storage_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -17,6 +17,7 @@ from fxpipe.graph.boundary import recording
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.seeds import RandomState
+from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import pytree
@@ -30,8 +31,7 @@ from fxpipe.trace.record.emit import Emitter
 from fxpipe.trace.record.recorder import Recorder, SetAttribute
 from fxpipe.trace.record.tape import ModesNow, NamedSource, Obstacle, Operation, TapeValue, paths
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.snapshot import Snapshot
-from fxpipe.trace.user_line import definition, line_of
+from fxpipe.user_line import definition, line_of
 
 _FINE = 32
 """Without a boundary, a submodule is opaque if its parameters have at most 1/32 of the bytes of the model's tensors."""

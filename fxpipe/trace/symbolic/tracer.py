@@ -22,19 +22,20 @@ from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.graph.stage_graph import first_names
 from fxpipe.like import ObjectLike
+from fxpipe.patches import Patch
+from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.export import import_dynamo
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
 from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.torch_compat.tensors import version_of
+from fxpipe.trace.attributes import CaptureGuard
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, Patch, backward_hooks, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, backward_hooks, refuse, refuse_backward
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.attributes import CaptureGuard
-from fxpipe.trace.state.snapshot import storage_of
-from fxpipe.trace.user_line import calls_isinstance, current_line, line_of
+from fxpipe.user_line import calls_isinstance, current_line, line_of
 
 
 def symbolic(request: Request) -> Program:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from fxpipe.checkpoint.files.pieces import Slice, memory_order
+from fxpipe.tensors.pieces import Slice, memory_order
 from tests.thinned import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch: "assuming the intent is to save in a single process"

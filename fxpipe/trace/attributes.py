@@ -9,23 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpipe.patches import Patch, all_patched, patched
 from fxpipe.seeds import RandomState
+from fxpipe.snapshots.snapshot import MISSING, Snapshot
+from fxpipe.stage.activation_checkpoints import checkpoints_as
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.export.graph_so_far import is_constant
-from fxpipe.trace.patching import (
-    ONCE,
-    Patch,
-    all_patched,
-    checkpoints_as,
-    patched,
-    refuse,
-    refuse_changes,
-    refuse_checkpoint,
-)
+from fxpipe.trace.patching import ONCE, refuse, refuse_changes, refuse_checkpoint
+from fxpipe.trace.reads import noting
 from fxpipe.trace.request import Request
-from fxpipe.trace.state.reads import noting
-from fxpipe.trace.state.snapshot import MISSING, Snapshot
-from fxpipe.trace.user_line import current_line
+from fxpipe.user_line import current_line
 
 
 @contextlib.contextmanager

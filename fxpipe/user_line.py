@@ -18,7 +18,7 @@ import torch
 LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 """The pattern of a line in traceback form."""
 _LINE_AND_CODE = re.compile(LINE.pattern + r".*(\n(?!\s*File ).*)?", re.MULTILINE)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def is_users(filename: str) -> bool:

@@ -1,12 +1,10 @@
-"""Replay: runs a computation again from the same state, with the same random numbers, and compares the results."""
+"""Replay: runs a computation again from the same state, with the same random numbers."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +16,14 @@ from fxpipe.device import generators_of, is_accelerator
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.like import cast_batch
+from fxpipe.patches import patched
 from fxpipe.seeds import Generators, RandomState
+from fxpipe.stage.activation_checkpoints import run_reentrant
 from fxpipe.stage.modes import within
+from fxpipe.tensors.rounding import unit
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
 from fxpipe.torch_compat.operators import TorchDispatchMode
 from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.trace.patching import checkpoints_as, noting, patched
 from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]
@@ -39,36 +38,6 @@ def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
     """The GPUs that hold parameters or buffers of the modules."""
     tensors = [tensor for module in modules for tensor in all_tensors(module).values()]
     return sorted({tensor.device for tensor in tensors if is_accelerator(tensor.device)}, key=str)
-
-
-Around = Callable[[], AbstractContextManager[None]]
-
-
-def _run_reentrant(function: Callable[..., Any], preserves: bool, *args: Any, around: Around = nullcontext) -> Any:
-    """Runs a reentrant checkpoint's function. As in torch, no result requires a gradient if no argument does."""
-    requires = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in args)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and requires), around():
-        return function(*args)
-
-
-def checkpoints_that_keep(around: Around = nullcontext) -> AbstractContextManager[None]:
-    """While this context is open, all checkpoints run their function without recomputation, as a replay would otherwise
-    run the function a third time. ``around``: makes the context of each function's run.
-    """
-
-    def only_run(*args: Any, **kwargs: Any) -> Iterator[None]:
-        """torch runs this generator up to ``yield`` before a checkpointed function, and the rest after the function."""
-        with around():
-            yield
-
-    return checkpoints_as(only_run, partial(_run_reentrant, around=around))
-
-
-def checkpoints_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
-    """While this context is open, each checkpoint calls ``note`` and then runs as usual."""
-
-    torchs = getattr(checkpointing, CHECKPOINT_GENERATOR), checkpointing.CheckpointFunction.apply
-    return checkpoints_as(*(noting(note, run) for run in torchs))
 
 
 @contextlib.contextmanager
@@ -149,7 +118,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(patched(checkpointing.CheckpointFunction, "apply", _run_reentrant))
+        stack.enter_context(patched(checkpointing.CheckpointFunction, "apply", run_reentrant))
         # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
@@ -179,67 +148,3 @@ def own(request: Request, batch: Batch) -> dict[str, Any]:
     return pytree.tree_map_only(  # type: ignore[no-any-return]
         Tensor, lambda leaf: duplicate(leaf.detach()).requires_grad_(leaf.requires_grad), values
     )
-
-
-# --- differences of two tensors; None stands for zeros ---
-
-CLOSE = 4.0
-"""The difference that two runs may always have, in units in the last place of a tensor's largest number."""
-
-
-def in_double(value: Tensor | None, like: Tensor | None) -> Tensor:
-    """The value in double precision; zeros for None."""
-    if value is None:
-        value = torch.zeros(()) if like is None else torch.zeros_like(like)
-    # in its own dtype, a difference of two close numbers has few correct digits
-    value = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
-
-
-def differences(first: Tensor, other: Tensor) -> Tensor:
-    """The absolute difference of each pair of elements; 0 for two equal elements, and for two nans."""
-    # inf - inf is nan, which nan_to_num would make infinite
-    same = (first == other) | (first.isnan() & other.isnan())
-    return (first - other).abs().nan_to_num(math.inf, math.inf).masked_fill(same, 0)
-
-
-def gap(got: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference of two elements; inf if only one of the two is finite, or if the shapes differ."""
-    if is_same(got, wanted):
-        return 0.0
-    first, other = in_double(got, wanted), in_double(wanted, got)
-    if first.shape != other.shape:
-        return math.inf
-    return differences(first, other).max().item() if first.numel() else 0.0
-
-
-def largest(value: Tensor | None) -> float:
-    """The largest absolute value among the finite elements; 0 without elements."""
-    if value is None or not value.numel():
-        return 0.0
-    return in_double(value, None).abs().nan_to_num(0, 0).max().item()
-
-
-def unit(value: Tensor | None) -> float:
-    """A unit in the last place of 1, in the value's dtype; 0 for integers."""
-    kind = torch.float64 if value is None else value.dtype
-    return torch.finfo(kind).eps if kind.is_floating_point or kind.is_complex else 0.0
-
-
-def is_close(got: Tensor | None, wanted: Tensor | None, tolerance: float | None = None) -> bool:
-    """Whether both are equal up to rounding. ``tolerance``: relative to the largest element of ``wanted``."""
-    apart = gap(got, wanted)
-    tolerance = CLOSE * unit(wanted) if tolerance is None else tolerance
-    return apart == 0 or apart <= tolerance * largest(wanted)  # 0 first: inf times a tolerance of 0 is nan
-
-
-def is_repeated(again: Tensor, first: Tensor) -> bool:
-    """Whether two runs agree to half of the digits: GPU kernels may round differently in each run."""
-    return is_close(again, first, math.sqrt(unit(first)))
-
-
-def is_same(got: Tensor | None, wanted: Tensor | None) -> bool:
-    """Whether both have the same dtype and layout and are equal. This check comes first, as it allocates nothing."""
-    if got is wanted or got is None or wanted is None or got.dtype != wanted.dtype:
-        return got is wanted
-    return got.layout is wanted.layout is torch.strided and torch.equal(got, wanted)

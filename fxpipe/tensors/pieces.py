@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.errors import CheckpointError
-from fxpipe.parameters.dtensors import description_of, is_dtensor, local
+from fxpipe.tensors.dtensors import description_of, is_dtensor, local
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import TO_COPY
 from fxpipe.torch_compat.pytree import tensors_in
@@ -224,4 +224,5 @@ _COPIES = {
 }
 
 # so that torch.load reads what torch.save has written, also where this class was in another module
-torch.serialization.add_safe_globals([Slice, (Slice, "fxpipe.sharding.optimizer_state.Slice")])
+_FORMER = ("fxpipe.sharding.optimizer_state.Slice", "fxpipe.checkpoint.files.pieces.Slice")
+torch.serialization.add_safe_globals([Slice, *((Slice, name) for name in _FORMER)])

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxpipe.seeds import is_generator
+from fxpipe.snapshots.contents import is_library, walk
 from fxpipe.stage.with_loss import loss_module
-from fxpipe.trace.state.contents import is_library, walk
 
 
 def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:

@@ -17,11 +17,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.patches import patched
+from fxpipe.snapshots.contents import alike, contents
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat.tensors import version_of
-from fxpipe.trace.patching import ASIDE, patched
-from fxpipe.trace.state.contents import alike, contents
+from fxpipe.trace.patching import ASIDE
 
 MOST = 16
 """The most states of a model: an attribute that changes with every step would need a capture in every step."""

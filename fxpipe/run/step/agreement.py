@@ -37,8 +37,8 @@ from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.stage.modes import Ambient
+from fxpipe.stage.with_loss import target_of
 from fxpipe.trace.checks.capture_check import Sample
-from fxpipe.trace.request import target_of
 
 KINDS = 256
 """The most kinds of batch that are remembered; above it, the least recently used eighth is forgotten."""

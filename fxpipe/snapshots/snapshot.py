@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fxpipe.device import is_accelerator
 from fxpipe.seeds import Generators, RandomState, is_generator, set_state, state_of
+from fxpipe.snapshots.contents import Taken, alike, walk
 from fxpipe.torch_compat.tensors import storage_id, version_of
-from fxpipe.trace.state.contents import Taken, alike, walk
 
 MISSING: Any = object()
 """Stands for an attribute that does not exist."""

@@ -1,0 +1,1 @@
+"""Tensors: DTensors, the pieces of tensors that checkpoints store, and equality up to rounding."""

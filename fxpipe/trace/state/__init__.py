@@ -1,1 +1,0 @@
-"""State: copies, compares and restores the parts of a model and of Python on which a capture depends."""
