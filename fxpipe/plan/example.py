@@ -163,7 +163,7 @@ def plan_first(
     state = example.with_objects
     try:
         state, _ = state.plan(example.pattern(answers), example.sample)
-        first = state.captures.first
+        first = state.captures.program
         if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
             with evaluating(state.module):
                 example = replace(example, state=state.at_present({}))
@@ -182,7 +182,7 @@ def previewed(state: PlanState, options: Options) -> PlanState:
     example = Example(state, options)
     if options.has_example:
         example.batch(may_be_fewer=False)
-    runs = any(region.returns is None for region in state.captures.whole) and example.has_numbers
+    runs = any(region.returns is None for region in state.captures.regions.whole) and example.has_numbers
     state = example.with_objects
     while True:
         answers = Example(state, options).answers
