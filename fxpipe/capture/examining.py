@@ -20,7 +20,7 @@ from fxpipe.graph.program import Program, gather_of, is_boundary
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.search.choose import Balanced
-from fxpipe.trace import NEED_SHAPES, Request
+from fxpipe.trace import Request
 from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_rows
 
 
@@ -94,7 +94,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
 def _guard(program: Program, request: Request, this: Pattern) -> Guard:
     """The guard of a program that was captured for a micro-batch."""
     shape, values = this.shape, this.for_any_shape()
-    if shape is None or program.tracer not in NEED_SHAPES:
+    if shape is None or program.holds_for_any_size:
         return Guard(values)
     shape = for_any_words(shape) if request.any_words else shape
     return Guard(values, Sizes(shape, request.varying, program.holds_for), program.answers)
