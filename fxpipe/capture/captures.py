@@ -157,16 +157,22 @@ class Captures:
         return Family() if batch.shape is None else self.families.get(kind_of(batch, batch.shape), Family())
 
     def holding(self, batch: Pattern) -> Captured | None:
-        """The capture that is valid for a micro-batch with this pattern: a capture for any sizes comes first, then the
-        latest for many sizes. None if no capture is valid."""
+        """The capture that is valid for a micro-batch: for any sizes, or else as ``Family.holding``."""
         of_any_size = self.families.get(kind_of(batch, None), Family())
-        candidates = (*of_any_size.captured, *self.family(batch).captured)
-        return next((each for each in candidates if each.guard is not None and each.guard.holds(batch)), None)
+        return of_any_size.holding(batch) or self.family(batch).holding(batch)
+
+    def why_anew(self, batch: Pattern) -> str:
+        """Why a micro-batch needs a new capture, in words: its differences from the capture that differs least."""
+        known = self.source.model, self.reads, self.questions
+        modes = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
+        reasons = [guard.why_not(batch, *known) for guard in modes]
+        first = "it is the first batch" if batch.training else "it is the first evaluation"
+        return "; ".join(min(reasons, key=len)) if reasons else first
 
     def with_captured(self, captured: Captured, guard: Guard) -> Captures:
         """The captures with one more, which has this guard."""
-        key = kind_of(guard.values, guard.sizes.shape if guard.sizes is not None else None)
-        family = self.families.get(key, Family()).with_captured(captured, guard.sizes)
+        key = kind_of(guard.values, guard.sizes and guard.sizes.shape)
+        family = self.families.get(key, Family()).with_captured(captured)
         return replace(self, families={**self.families, key: family})
 
     def without(self, training: bool) -> Captures:

@@ -86,10 +86,12 @@ class Capturing:
         """The capture that is valid for a micro-batch, which is made if there is none."""
         if (captured := captures.holding(this)) is not None:
             return captures, captured
+        why = captures.why_anew(this)
         captures, captured = self._capture(captures, this)
         assert captured.guard is not None
         for name in known_by_type(captured.guard.sizes.shape) if captured.guard.sizes is not None else ():
             raise Unanswered(name, "", captures.questions.numbers)
+        captured = replace(captured, why=why)
         captures = captures.with_captured(captured, captured.guard)
         return replace(captures, reports=_reports(captures, captured, this.training)), captured
 
@@ -230,7 +232,7 @@ class Capturing:
         if isinstance(sample, str) or not options.tracing.check:  # the sample then only shows what regions do
             return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.Tracing(check=False)'}"
         # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
-        each = [pattern if captured.of_one_shape else pattern.for_any_shape() for pattern in self.pattern.each()]
+        each = [pattern if captured.sizes else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (this, this.for_any_shape())]
         try:
             with progress("checking the stages against the model"):

@@ -74,12 +74,14 @@ class Questions:
         keys = {key for answers in used for key, _ in answers}
         return replace(self, asked={path: each for path, each in self.asked.items() if each.key in keys})
 
+    def line(self, key: str) -> str:
+        """The user's line that asks the question of a key, as "if mask.all(): (model.py:12)"."""
+        line = next(question.line for question in self.asked.values() if question.key == key)
+        return f"{line.splitlines()[-1].strip()} ({place_in(line)})"
+
     def described(self, answers: Answers) -> list[str]:
         """The user's lines that ask the questions behind these answers, in order, under a heading."""
-        lines = {question.key: question.line for question in self.asked.values()}
-        shown = [lines[key] for key, _ in answers]
-        # a line in traceback form becomes "if mask.all(): (model.py:12)"
-        asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in shown)
+        asking = dict.fromkeys(f"  {self.line(key)}" for key, _ in answers)
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
         return [head, *asking] if asking else []
 

@@ -171,7 +171,7 @@ class PlanState(Planned):
             return self, same
         captures, captured = captured_for(self.captures, capturing)
         state = replace(self, captures=captures, shown=self.shown or pattern)
-        key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
+        key = pattern if captured[0].sizes else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
