@@ -44,7 +44,7 @@ from fxpipe.schedules.lower import lower
 Figures = dict[str, float]
 PHASES = {
     "trace": ("fxpipe.trace", "_traced"),
-    "passes": ("fxpipe.capture.capturing", "chain"),
+    "passes": ("fxpipe.capture.examining", "chain"),
     "cut": ("fxpipe.passes", "split"),
     "check": ("fxpipe.capture.capturing", "check"),
     "costs": ("fxpipe.search.choose", "costs_from_shapes"),

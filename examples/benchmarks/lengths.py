@@ -32,7 +32,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the models of the tests
 
 import fxpipe
-from fxpipe.capture.capturing import CaptureRun
+from fxpipe.capture.capturing import Capturing
 from tests.harness import accumulate, cut, rows_of
 from tests.hf import MODELS, NONE_LEFT, SPECIAL, HFCase, transformers
 from tests.models import Inputs
@@ -173,17 +173,17 @@ class Times:
 def counted() -> Iterator[list[Any]]:
     """A list that grows by one with each capture."""
     made: list[Any] = []
-    capture = CaptureRun.capture
+    capture = Capturing._capture
 
-    def noting(self: CaptureRun, *args: Any) -> Any:
+    def noting(self: Capturing, *args: Any) -> Any:
         made.append(args)
         return capture(self, *args)
 
-    CaptureRun.capture = noting  # type: ignore[method-assign]
+    Capturing._capture = noting  # type: ignore[method-assign]
     try:
         yield made
     finally:
-        CaptureRun.capture = capture  # type: ignore[method-assign]
+        Capturing._capture = capture  # type: ignore[method-assign]
 
 
 def compiled(case: HFCase, example: Inputs) -> fxpipe.ForwardBackward:

@@ -1,22 +1,24 @@
-"""Captures: an immutable value with a model's stages for each pattern of inputs, and the facts that captures found."""
+"""Captures: an immutable value with a model's captures so far, and the facts that they found."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fxpipe.batch.description import Description
+from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Pattern
+from fxpipe.capture.guard import Captured, Family, Guard, KindKey, kind_of
 from fxpipe.capture.questions import Questions
+from fxpipe.capture.region_facts import RegionFacts
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
-from fxpipe.graph.gathering import Places
-from fxpipe.graph.program import Program, SizeGuard
-from fxpipe.graph.question import Answers, Unanswered
+from fxpipe.graph.program import Program, Shapes
+from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
 from fxpipe.like import ObjectValue
@@ -25,107 +27,89 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged
 from fxpipe.stage.own_generators import own_generators
-from fxpipe.trace import NEED_SHAPES, Cut
-from fxpipe.trace.checks.sizes import FAMILIES, Family
+from fxpipe.trace import Cut
+from fxpipe.trace.checks.on_fakes import shapes_of
 from fxpipe.trace.cuts.cuts_by_name import resolve
-from fxpipe.trace.opaque.observed import SeenCalls
-from fxpipe.trace.opaque.regions import Region
 from fxpipe.trace.reads import LatestReads, Reads
 
-
-@dataclass(frozen=True, eq=False)
-class Captured:
-    """The stages of a capture, and its program as text. ``tracer``: the name of the tracer that made the capture."""
-
-    graph: StageGraph
-    text: str
-    tracer: str = ""
-    holds_for: SizeGuard | None = None
-    """The guard that tells for which sizes a capture with symbolic sizes is valid."""
-    program: Program | None = None
-    """The program from which the stages were cut, if some stages gather."""
-    fixed_sizes: str = ""
-    """A report of the varying sizes that forward turns into numbers, and where."""
-    answers: Answers = ()
-    """The questions that forward asked about the inputs, and the answers for which the capture is valid."""
-    places: Places = field(default_factory=dict)
-    """The row dimensions of gathered values, if the stages are valid for one shape."""
-    patterns: tuple[Pattern, ...] = ()
-    """The keys in ``Captures`` of this capture, and of the captures of groups that gave it stages."""
-    any_words: bool = False
-    """Whether the stages are valid for any strings in the inputs, because only opaque regions read strings."""
-
-    @property
-    def of_one_shape(self) -> bool:
-        """Whether the stages are tied to the captured shape."""
-        return self.tracer in NEED_SHAPES
-
-
-Observed = tuple[bool, Description, SeenCalls]
-"""(in training, micro-batch, calls): the observed calls of opaque regions in a run of the model."""
 MOST = 64
 """The most captures that are remembered, apart from those of the present batch."""
+FAMILIES = 256
+"""The most kinds of micro-batch whose varying sizes are remembered."""
 LATER = "this kind of batch came after compile"
 
 
 @dataclass(frozen=True, eq=False)
-class Captures:
-    """A model's captures, one for each pattern. ``Capturing`` replaces them by new ``Captures`` with one more.
-
-    If the user gave stages, nothing is traced, and each micro-batch runs these stages.
-    """
+class Source:
+    """What is captured, and how: it stays the same for all captures."""
 
     model: nn.Module
     own_stages: StageGraph | None
-    options: Options
-    topology: Topology
-    device: torch.device
-    """The device on which a model without a device will run."""
+    """The user's own stages: nothing is traced, and each micro-batch runs these stages."""
     cuts: Mapping[str, Cut]
     """The boundaries of ``boundaries=``: submodule path → where the submodule is cut."""
     balancing: Balancing
     latest: LatestReads = field(default_factory=LatestReads)
     """The ``reads`` of the present call, which ``run`` sets; watched regions check them for changes."""
+
+    @property
+    def options(self) -> Options:
+        """The options of ``compile``."""
+        return self.balancing.options
+
+    def shapes(self, program: Program, example: Description, pattern: Pattern) -> dict[str, Shapes]:
+        """Node → the shapes of its value for a micro-batch like ``example``, in the modes of ``pattern``."""
+        how = self.balancing.device, pattern.ambient.autocast, self.balancing.compute
+        return shapes_of(program, example_of(example), *how)
+
+
+class First(NamedTuple):
+    """The facts of the first capture, which later captures follow."""
+
+    program: Program
+    """The program, cut into stages."""
+    searched: Balanced | None
+    """The search result: the stages, or the ranks of the stages."""
+    unused: frozenset[str]
+    """The parameters and buffers that the program does not use."""
+    numbers: Mapping[str, Tensor]
+    """Copies of small integer and boolean buffers; such buffers may decide sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Captures:
+    """A model's captures. ``Capturing`` makes new ``Captures`` with one more."""
+
+    source: Source
+    families: Mapping[KindKey, Family] = field(default_factory=dict)
+    """``kind_of`` a micro-batch → its captures."""
     wrong: Mapping[tuple[bool, str], str] = field(default_factory=dict)
     """(in training, tracer) → the error in the tracer's capture at compile. Such a tracer is not tried again."""
-    by_pattern: Mapping[Pattern, Captured] = field(default_factory=dict)
-    families: Mapping[Hashable, Family] = field(default_factory=dict)
-    first: Program | None = None
-    searched: Balanced | None = None
-    """The search result for the first capture: its stages, or the ranks of its stages."""
+    first: First | None = None
     reads: Reads = field(default_factory=Reads)
-    reports: tuple[str, ...] = ()
-    """The log lines for the user about captures, each line once."""
-    whole: tuple[Region, ...] = ()
-    """The opaque regions, which a step calls as Python code."""
-    by_itself: Mapping[str, str] = field(default_factory=dict)
-    """Each opaque region that no tracer could capture → its fraction of a step's FLOPs and the reason, in words."""
-    beside: tuple[str, ...] = ()
-    """Descriptions of these regions and of the questions about inputs, for ``.stages`` and the preview."""
-    observed: tuple[Observed, ...] = ()
-    unpacked: frozenset[str] = frozenset()
-    """The regions whose results forward unpacks."""
-    unused: frozenset[str] = frozenset()
-    """The parameters and buffers that the first capture does not use."""
+    regions: RegionFacts = field(default_factory=RegionFacts)
     questions: Questions = field(default_factory=Questions)
-    asks_numbers: bool = False
-    """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
     any_words: bool = False
     """Whether a capture is valid for any strings. Descriptions then omit strings; later captures try the same first."""
     objects: Mapping[ObjectValue, Any] = field(default_factory=dict)
     """This rank's inputs that are neither tensors nor plain values."""
-    by_value: bool = False
-    """Whether a capture is valid only for some Python numbers, so that descriptions of batches include numbers."""
-    numbers: Mapping[str, Tensor] = field(default_factory=dict)
-    """Copies of small integer and boolean buffers from the first capture; such buffers may decide sizes."""
+    reports: tuple[str, ...] = ()
+    """The log lines for the user about captures, each line once."""
 
     @staticmethod
     def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
-        """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible."""
+        """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible.
+
+        Args:
+            model: the model, or the user's own stages.
+            options: the options of ``compile``.
+            topology: the ranks of all axes.
+            device: the device on which a model without a device will run.
+        """
         module, own_stages = (model.module, _drawing(model)) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts, found = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts, found)
-        captures = Captures(module, own_stages, options, topology, device, cuts, balancing, whole=whole)
+        captures = Captures(Source(module, own_stages, cuts, balancing), regions=RegionFacts(whole))
         given: dict[str, Any] = {"passes": options.passes}
         if found is None:
             given |= {"placement": options.placement}
@@ -143,43 +127,97 @@ class Captures:
             )
         return captures
 
-    def only(self, used: Collection[Pattern]) -> Captures:
-        """The captures of these patterns, with all dimensions seen to vary; without objects, which each call brings."""
-        by_pattern = {pattern: captured for pattern, captured in self.by_pattern.items() if pattern in used}
+    def __iter__(self) -> Iterator[Captured]:
+        """Yields the captures that are remembered."""
+        return chain.from_iterable(family.captured for family in self.families.values())
+
+    @property
+    def guards(self) -> list[Guard]:
+        """The guards of the captures."""
+        return [each.guard for each in self if each.guard is not None]
+
+    @property
+    def program(self) -> Program | None:
+        """The first captured program; None before the first capture."""
+        return None if self.first is None else self.first.program
+
+    @property
+    def searched(self) -> Balanced | None:
+        """The search result for the first capture."""
+        return None if self.first is None else self.first.searched
+
+    @property
+    def notes(self) -> list[str]:
+        """Descriptions of the opaque regions that the user did not name, and of the questions about inputs."""
+        asked = chain.from_iterable(self.questions.described(guard.answers) for guard in self.guards)
+        return list(dict.fromkeys([*self.regions.by_itself.values(), *asked]))
+
+    def family(self, batch: Pattern) -> Family:
+        """The captures of the kind of a micro-batch that are valid for some sizes only."""
+        return Family() if batch.shape is None else self.families.get(kind_of(batch, batch.shape), Family())
+
+    def holding(self, batch: Pattern) -> Captured | None:
+        """The capture that is valid for a micro-batch: for any sizes, or else as ``Family.holding``."""
+        of_any_size = self.families.get(kind_of(batch, None), Family())
+        return of_any_size.holding(batch) or self.family(batch).holding(batch)
+
+    def why_anew(self, batch: Pattern) -> str:
+        """Why a micro-batch needs a new capture, in words: its differences from the capture that differs least."""
+        known = self.source.model, self.reads, self.questions
+        modes = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
+        reasons = [guard.why_not(batch, *known) for guard in modes]
+        first = "it is the first batch" if batch.training else "it is the first evaluation"
+        return "; ".join(min(reasons, key=len)) if reasons else first
+
+    def with_captured(self, captured: Captured, guard: Guard) -> Captures:
+        """The captures with one more, which has this guard."""
+        key = kind_of(guard.values, guard.sizes and guard.sizes.shape)
+        family = self.families.get(key, Family()).with_captured(captured)
+        return replace(self, families={**self.families, key: family})
+
+    def without(self, training: bool) -> Captures:
+        """The captures without those of a mode, training or evaluation."""
+        families = {key: family for key, family in self.families.items() if key[0].training != training}
+        return replace(self, families=families, first=None if training else self.first)
+
+    def without_search(self) -> Captures:
+        """The captures without the search result, so that other tables are chosen."""
+        return replace(self, first=None if self.first is None else self.first._replace(searched=None))
+
+    def only(self, used: Collection[Guard]) -> Captures:
+        """The captures with these guards, with all dimensions seen to vary; without objects, which each call brings."""
         families = {
-            key: replace(family, general=tuple(entry for entry in family.general if entry[0] in used))
+            key: replace(family, captured=tuple(each for each in family.captured if each.guard in used))
             for key, family in list(self.families.items())[-FAMILIES:]
         }
-        questions = self.questions.only([captured.answers for captured in by_pattern.values()])
-        return replace(self, by_pattern=by_pattern, questions=questions, objects={}, families=families)
+        questions = self.questions.only([guard.answers for guard in used])
+        return replace(self, families=families, questions=questions, objects={})
 
     def asking(self, error: Unanswered) -> Captures:
         """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
-        captures = replace(self, asks_numbers=error.numbers)
-        if error.question is None:
-            return replace(captures, by_value=True)
-        return replace(captures, questions=self.questions.with_question(error.question))
+        return replace(self, questions=self.questions.asking(error))
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
-        return self.balancing.stage_work(self.first, pattern, placement)
+        return self.source.balancing.stage_work(self.program, pattern, placement)
 
     @property
     def inputs_with_objects(self) -> set[str]:
         """The inputs that are or hold objects in some capture."""
-        inputs = [each for pattern in self.by_pattern for each in pattern.given]
+        inputs = [given for guard in self.guards for given in guard.values.given]
         fixed = {name for each in inputs for name, value in each.fixed if isinstance(value, ObjectValue)}
         inside = ((name, leaf) for each in inputs for name, _, leaves in each.holding for leaf in leaves)
         return fixed | {name for name, leaf in inside if isinstance(leaf, ObjectValue)}
 
     def with_tensors_of_module(self) -> Captures:
         """The same captures, whose stages hold the module's present tensors and release the tensors that it dropped."""
-        by_pattern = {
-            pattern: replace(captured, graph=captured.graph.with_tensors_of_module())
-            for pattern, captured in self.by_pattern.items()
+        families = {
+            key: replace(family, captured=tuple(each.with_tensors_of_module() for each in family.captured))
+            for key, family in self.families.items()
         }
-        own_stages = None if self.own_stages is None else self.own_stages.with_tensors_of_module()
-        return replace(self, by_pattern=by_pattern, own_stages=own_stages)
+        own_stages = self.source.own_stages
+        own_stages = None if own_stages is None else own_stages.with_tensors_of_module()
+        return replace(self, families=families, source=replace(self.source, own_stages=own_stages))
 
 
 def _drawing(graph: StageGraph) -> StageGraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -27,6 +27,10 @@ class Questions:
 
     asked: Mapping[tuple[Answers, str], Question] = field(default_factory=dict)
     """(the answers before a question, its key) → the question."""
+    numbers: bool = False
+    """Whether forward may also ask for numbers, because the model cannot be captured otherwise."""
+    by_value: bool = False
+    """Whether a capture is valid only for some Python numbers, so that descriptions of batches include numbers."""
 
     def answers(self, values: Mapping[str, Any]) -> Answers:
         """The answers for a micro-batch with these inputs; some may be missing."""
@@ -58,21 +62,26 @@ class Questions:
             )
         raise Unanswered(question.key, question.line, request.asks_numbers, question)
 
-    def with_question(self, question: Question) -> Questions:
-        """The questions with an additional question."""
-        return Questions({**self.asked, (question.before, question.key): question})
+    def asking(self, error: Unanswered) -> Questions:
+        """The questions with the question that ``error`` left unanswered, which each micro-batch then answers."""
+        if error.question is None:
+            return replace(self, numbers=error.numbers, by_value=True)
+        key = error.question.before, error.question.key
+        return replace(self, numbers=error.numbers, asked={**self.asked, key: error.question})
 
     def only(self, used: Collection[Answers]) -> Questions:
         """The questions that captures with one of these answers have asked."""
         keys = {key for answers in used for key, _ in answers}
-        return Questions({path: question for path, question in self.asked.items() if question.key in keys})
+        return replace(self, asked={path: each for path, each in self.asked.items() if each.key in keys})
+
+    def line(self, key: str) -> str:
+        """The user's line that asks the question of a key, as "if mask.all(): (model.py:12)"."""
+        line = next(question.line for question in self.asked.values() if question.key == key)
+        return f"{line.splitlines()[-1].strip()} ({place_in(line)})"
 
     def described(self, answers: Answers) -> list[str]:
         """The user's lines that ask the questions behind these answers, in order, under a heading."""
-        lines = {question.key: question.line for question in self.asked.values()}
-        shown = [lines[key] for key, _ in answers]
-        # a line in traceback form becomes "if mask.all(): (model.py:12)"
-        asking = dict.fromkeys(f"  {line.splitlines()[-1].strip()} ({place_in(line)})" for line in shown)
+        asking = dict.fromkeys(f"  {self.line(key)}" for key, _ in answers)
         head = "each outcome of these takes a capture, and a step waits for a GPU to know it:"
         return [head, *asking] if asking else []
 

@@ -14,18 +14,18 @@ from dataclasses import replace
 from functools import cache, partial
 
 from fxpipe.batch.batch import joined, joined_description, with_rows
-from fxpipe.batch.description import Description, example_of
+from fxpipe.batch.description import Description
 from fxpipe.batch.pattern import Pattern
 from fxpipe.batch.rows import row_count
-from fxpipe.capture.captures import Captured, Captures
+from fxpipe.capture.captures import Captures, Source
 from fxpipe.capture.capturing import Capturing
+from fxpipe.capture.guard import Captured, Guard
 from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.boundary import Gathered
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph
 from fxpipe.packed import BatchDim
 from fxpipe.trace.checks.capture_check import Sample
-from fxpipe.trace.checks.on_fakes import shapes_of
 
 
 def like(graph: StageGraph, first: StageGraph) -> StageGraph:
@@ -139,11 +139,19 @@ def _facts(graph: StageGraph) -> list[tuple[object, ...]]:
 # --- stages that run for several micro-batches at once ---
 
 
-def for_groups(
-    captured: list[Captured], capturing: Capturing, pattern: Pattern, sample: Sample | str
-) -> list[Captured]:
-    """The captures of the micro-batches, in which gathered stages are captured for the rows of a group."""
-    first, batch_dim = captured[0], capturing.captures.options.batch_dim
+def captured_for(captures: Captures, capturing: Capturing) -> tuple[Captures, list[Captured]]:
+    """Returns the new captures, and the capture of each micro-batch. Gathered stages are captured for the rows of a
+    group. Errors as ``Capturing.of``; PartitionError if groups do not fit the micro-batches."""
+    captures, captured = capturing.of(captures)
+    new, with_groups = for_groups(captures, captured, capturing)
+    if new.wrong == captures.wrong:
+        return new, with_groups
+    return captured_for(new, capturing)  # capturing a group found the micro-batches' tracer wrong
+
+
+def for_groups(captures: Captures, captured: list[Captured], capturing: Capturing) -> tuple[Captures, list[Captured]]:
+    """Returns the new captures, and the captures of the micro-batches with the gathered stages of the groups."""
+    first, batch_dim, pattern = captured[0], captures.source.options.batch_dim, capturing.pattern
     first.graph.groups(pattern.microbatches)  # PartitionError if the groups do not divide the micro-batches
     gathers = [stage for stage in first.graph if stage.gathered is not None]
     if gathers and len(set(pattern.given)) > 1:
@@ -151,8 +159,8 @@ def for_groups(
             f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
             "values that others have not; order rows so that all have the same, or make a call for each kind"
         )
-    if not first.of_one_shape:
-        return captured
+    if first.sizes is None:
+        return captures, captured
     # Each kind of group is captured for its own rows; its gathered stages replace those of the micro-batches.
     places: dict[tuple[str, int], tuple[int, ...]] = {}
     for gathered in dict.fromkeys(stage.gathered for stage in gathers):
@@ -160,27 +168,29 @@ def for_groups(
         stages = {stage.index for stage in gathers if stage.gathered == gathered}
         size = gathered.group or pattern.microbatches
         groups = _pattern(pattern, gathered, size, batch_dim)
-        whole = capturing.of(groups, _sample(sample, size, batch_dim))
-        places |= _places(capturing.captures, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
+        for_group = replace(capturing, pattern=groups, sample=_sample(capturing.sample, size, batch_dim))
+        captures, whole = for_group.of(captures)
+        places |= _places(captures.source, pattern, (first, pattern.shapes[0]), (whole[0], groups.shapes[0]))
         merged = cache(partial(_with_stages, stages=stages))  # micro-batches of one capture remain one object
         captured = [merged(single, whole[index // size]) for index, single in enumerate(captured)]
-    return [replace(captured[0], places=places), *captured[1:]]
+    return captures, [replace(captured[0], places=places), *captured[1:]]
 
 
-def places_of_rows(captures: Captures, used: Pattern, pattern: Pattern) -> Places:
+def places_of_rows(captures: Captures, used: Guard, pattern: Pattern) -> Places:
     """The row dimensions of gathered values, for a capture that is valid for any number of rows.
 
-    ``used``: the capture from which the step's plan was made. Values are looked up by its names; another capture that
-    is valid for these shapes may have other names.
+    ``used``: the guard of the capture from which the step's plan was made. Values are looked up by its names; another
+    capture that is valid for these shapes may have other names.
     """
-    single, shape, batch_dim = captures.by_pattern[used], pattern.shapes[:1], captures.options.batch_dim
+    single = next(each for each in captures if each.guard is used)
+    shape, batch_dim = pattern.shapes[:1], captures.source.options.batch_dim
     few = 1 if (row_count(shape[0], batch_dim) or 0) > 1 else 2  # a dimension of 1 may be broadcast
     small, large = (joined_description(shape * n, batch_dim) for n in (few, 2 * few))
-    return _places(captures, pattern, (single, small), (single, large))
+    return _places(captures.source, pattern, (single, small), (single, large))
 
 
 def _places(
-    captures: Captures, pattern: Pattern, *pair: tuple[Captured, Description]
+    source: Source, pattern: Pattern, *pair: tuple[Captured, Description]
 ) -> dict[tuple[str, int], tuple[int, ...]]:
     """(value, leaf) → its row dimensions, for the inputs of the first capture's gathered stages, by the names there.
     ``pair``: two captures, with a micro-batch each.
@@ -189,13 +199,12 @@ def _places(
     row dimension is as long as the number of rows in both runs. Values that need real numbers, or whose number of
     dimensions differs between the runs, are left out.
     """
-    rows = tuple(row_count(shape, captures.options.batch_dim) for _, shape in pair)
+    rows = tuple(row_count(shape, source.options.batch_dim) for _, shape in pair)
     # Without two different numbers of rows no dimension can be identified.
     if None in rows or len(set(rows)) == 1:  # equal numbers: a group of one micro-batch
         return {}
-    how = captures.device, pattern.ambient.autocast, captures.balancing.compute
-    programs = [(captured.program, example_of(shape)) for captured, shape in pair]
-    runs = [shapes_of(program, example, *how) for program, example in programs if program is not None]
+    programs = [(captured.program, shape) for captured, shape in pair]
+    runs = [source.shapes(program, shape, pattern) for program, shape in programs if program is not None]
     (ours, other), (first, second) = (_edges_between(captured.graph) for captured, _ in pair), runs
     places: dict[tuple[str, int], tuple[int, ...]] = {}
     for between, edges in ours.items():  # both graphs have the same order
@@ -247,5 +256,5 @@ def _with_stages(single: Captured, group: Captured, stages: Collection[int]) -> 
     _, theirs = called_alike([single.graph, group.graph])
     merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in single.graph)
     graph = replace(single.graph, stages=merged)
-    text, patterns = f"{single.text}\nfor a group: {group.text}", single.patterns + group.patterns
-    return replace(single, graph=graph, text=text, patterns=patterns)
+    text = f"{single.text}\nfor a group: {group.text}"
+    return replace(single, graph=graph, text=text, groups=single.groups + group.guards)

@@ -60,7 +60,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
     if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
-        anew = replace(planning.with_captures(searched=None), plans={}, again=None)
+        anew = replace(planning, captures=planning.captures.without_search(), plans={}, again=None)
         table = choose_table(anew, replace(graph, placement=best.layout.rank_of), planning.shown)
         planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
@@ -68,7 +68,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     after = graph.placement if best is None else best.layout.rank_of
     moves = zip(graph.names, after, graph.placement, strict=True)
     moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]
-    is_auto = planning.captures.balancing.finds_cuts
+    is_auto = planning.captures.source.balancing.finds_cuts
     note = "write boundaries=forward_backward.cuts, " if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
     return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)

@@ -155,8 +155,8 @@ class _Forecast:
 
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in ranks_of]
         try:  # costs anew, so that the modules run on the shapes of a micro-batch
-            balancing = replace(self.planning.captures.balancing, costed=None)
-            balancing.stage_work(self.planning.captures.first, self.pattern, self.graph.placement)
+            balancing = replace(self.planning.captures.source.balancing, costed=None)
+            balancing.stage_work(self.planning.captures.program, self.pattern, self.graph.placement)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -366,7 +366,7 @@ class _Forecast:
             left.append("experts get equally many tokens; each token travels to each of its experts, and back")
         elif spread and not self.parts:
             left.append(f"what parallelize= spreads over the {spread} axis counts whole: pass parallelize=")
-        return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.beside]))
+        return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.notes]))
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class Program:
     """The effects of calls of opaque modules, by node name."""
     holds_for: SizeGuard | None = None
     """The sizes of input leaves for which the program holds, if some are symbolic; None: those of its capture."""
+    holds_for_any_size: bool = False
+    """Whether the program holds for inputs of any sizes; it then needs no ``holds_for``."""
     fixed_sizes: str = ""
     """A text that says which symbolic sizes forward converts into Python numbers, and on which lines."""
     answers: Answers = ()

@@ -157,14 +157,14 @@ def plan_first(
     and a question of forward about the micro-batches that ``answers`` lack.
 
     Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
-    If a rank ``keeps_part`` of the model, it cannot check later captures, so evaluation is also planned if the symbolic
-    tracer, which is fast, made the capture.
+    If a rank ``keeps_part`` of the model, it cannot check later captures, so evaluation is also planned if the capture
+    holds for any sizes: such captures are fast, and one is enough.
     """
     state = example.with_objects
     try:
         state, _ = state.plan(example.pattern(answers), example.sample)
-        first = state.captures.first
-        if first is not None and (state.leaves_unused or (keeps_part and first.tracer == "symbolic")):
+        first = state.captures.program
+        if first is not None and (state.leaves_unused or (keeps_part and first.holds_for_any_size)):
             with evaluating(state.module):
                 example = replace(example, state=state.at_present({}))
                 state = example.state.plan_evaluation(example.pattern(answers, training=False), example.sample)
@@ -182,7 +182,7 @@ def previewed(state: PlanState, options: Options) -> PlanState:
     example = Example(state, options)
     if options.has_example:
         example.batch(may_be_fewer=False)
-    runs = any(region.returns is None for region in state.captures.whole) and example.has_numbers
+    runs = any(region.returns is None for region in state.captures.regions.whole) and example.has_numbers
     state = example.with_objects
     while True:
         answers = Example(state, options).answers

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.captures import Captures
+from fxpipe.capture.guard import Guard
 from fxpipe.device import with_shared_names
 from fxpipe.distributed.topology import Topology
 from fxpipe.graph.gathering import Places
@@ -36,8 +37,8 @@ class Plan:
     """All ranks' instructions in a single order that one process can run."""
     program: str
     """The compiled program as text. Ranks have already compared their options."""
-    captures: tuple[Pattern, ...] = ()
-    """The keys in ``Captures`` of the captures that made the graphs."""
+    captures: tuple[Guard, ...] = ()
+    """The guards of the captures that made the graphs."""
     places: Places = field(default_factory=dict)
     """The row dimensions of gathered values, if the captures are valid for one shape."""
 
@@ -75,7 +76,7 @@ class Plan:
 
         Opaque regions, the user's own stages, and modules that symbolic captures call are Python code that may vary.
         """
-        captured = bool(self.captures) and all(pattern.shapes for pattern in self.captures)
+        captured = bool(self.captures) and all(guard.sizes is not None for guard in self.captures)
         return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
 
     @cached_property

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from fxpipe.batch.description import check_objects
 from fxpipe.batch.label_count import Items
 from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
-from fxpipe.capture.captures import LATER, Captured, Captures
+from fxpipe.capture.captures import LATER, Captures
 from fxpipe.capture.capturing import Capturing
-from fxpipe.capture.same_stages import called_alike, each_once, for_groups, joint, like, places_of_rows
+from fxpipe.capture.guard import Captured, Guard
+from fxpipe.capture.same_stages import called_alike, captured_for, each_once, joint, like, places_of_rows
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
@@ -72,12 +73,12 @@ class PlanState(Planned):
     @property
     def module(self) -> nn.Module:
         """The model, or the module that holds the user's own stages."""
-        return self.captures.model
+        return self.captures.source.model
 
     @cached_property
     def signature(self) -> inspect.Signature:
         """The signature of ``forward_backward``."""
-        if (graph := self.captures.own_stages) is not None:
+        if (graph := self.captures.source.own_stages) is not None:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
             return inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs])
         return Request.signature(self.module, self.options.loss_fn)
@@ -86,7 +87,8 @@ class PlanState(Planned):
     def items(self) -> Items:
         """How the model's labels are counted."""
         functions = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        return Items.of(self.captures.own_stages or self.module, f"{functions[0]}= is given" if functions else "")
+        given = f"{functions[0]}= is given" if functions else ""
+        return Items.of(self.captures.source.own_stages or self.module, given)
 
     @property
     def flags(self) -> Flags:
@@ -99,8 +101,8 @@ class PlanState(Planned):
     @property
     def cuts(self) -> Cuts | None:
         """The stages that a search found; None if the user named or marked them."""
-        first = self.captures.first
-        found = first is not None and self.captures.balancing.finds_cuts
+        first = self.captures.program
+        found = first is not None and self.captures.source.balancing.finds_cuts
         return Cuts.of(first, self.first.graph.placement) if first is not None and found else None
 
     @property
@@ -123,7 +125,7 @@ class PlanState(Planned):
     @property
     def needs_shapes(self) -> bool:
         """Whether the stages are valid only for the shapes and the Python numbers with which they were captured."""
-        return self.captures.by_value or any(pattern.shapes for pattern in self.plans)
+        return self.captures.questions.by_value or any(pattern.shapes for pattern in self.plans)
 
     def with_captures(self, **changes: Any) -> PlanState:
         """The state with these changes of its captures."""
@@ -147,32 +149,31 @@ class PlanState(Planned):
 
         ``sample``: the micro-batches on which new stages are checked against the model, or the reason for no check.
         """
-        return self._plan(pattern, sample, Capturing(self.captures))
+        return self._plan(Capturing(pattern, sample))
 
     def plan_evaluation(self, pattern: Pattern, sample: Sample | str) -> PlanState:
         """The state with a plan that evaluates the example. Its stages may use tensors that no stage of the first plan
         uses: see ``holding_what_all_use``. If no plan can be made, the state only notes the tracers that failed."""
-        capturing = Capturing(self.captures)
+        capturing = Capturing(pattern, sample)
         try:
-            return self._plan(pattern, sample, capturing, at_compile=True)[0]
+            return self._plan(capturing, at_compile=True)[0]
         except Unanswered:
             raise
         except FxpipeError:  # evaluate() raises the error again for such inputs
-            return self.with_captures(wrong=capturing.captures.wrong)
+            return self.with_captures(wrong={**self.captures.wrong, **capturing.wrong})
 
-    def _plan(
-        self, pattern: Pattern, sample: Sample | str, capturing: Capturing, at_compile: bool = False
-    ) -> tuple[PlanState, Plan]:
-        for shape in pattern.shapes if self.captures.own_stages is None else ():
+    def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[PlanState, Plan]:
+        pattern = capturing.pattern
+        for shape in pattern.shapes if self.captures.source.own_stages is None else ():
             check_objects(shape)
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
             return self, same
-        captured = _captured(capturing, pattern, sample)
-        state = replace(self, captures=capturing.captures, shown=self.shown or pattern)
-        key = pattern if captured[0].of_one_shape else pattern.for_any_shape()
+        captures, captured = captured_for(self.captures, capturing)
+        state = replace(self, captures=captures, shown=self.shown or pattern)
+        key = pattern if captured[0].sizes else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
-        used = tuple(itertools.chain.from_iterable(each.patterns for each in captured))
+        used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
         plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
         plan = next((plan for plan, facts in plans if used and facts == alike), None)
@@ -202,14 +203,14 @@ class PlanState(Planned):
         """The state with the first plan, these plans, and the captures that made them; the rest is dropped."""
         identities = {id(plan) for plan in (self.first, *wanted)}
         plans = {pattern: plan for pattern, plan in self.plans.items() if id(plan) in identities}
-        used = {pattern for plan in plans.values() for pattern in plan.captures}
+        used = {guard for plan in plans.values() for guard in plan.captures}
         # row places are dropped: a later plan of the same pattern may come from another capture
         return replace(self, plans=plans, captures=self.captures.only(used), places={})
 
     def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[PlanState, Places]:
         """Returns a state, and the row dimensions of the values that a step of such micro-batches gathers, by their
         names in ``plan``. The state remembers the dimensions."""
-        if plan.captures[0].shapes:
+        if plan.captures[0].sizes is not None:
             return self, plan.places
         key = pattern.for_any_shape(), *map(outline, pattern.shapes[:1])
         if key in self.places:
@@ -230,7 +231,7 @@ class PlanState(Planned):
         graphs = called_alike(graphs)
         if not self.plans:
             # Later captures are cut as the first capture was. A capture with symbolic sizes may have replaced it here.
-            for captured_before in self.captures.by_pattern.values():
+            for captured_before in self.captures:
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
                 graphs = each_once(graphs, partial(_holding, more=more))
         every = joint(graphs)
@@ -307,7 +308,7 @@ class PlanState(Planned):
         elif self.options.placement is not None:
             return self.options.placement
         else:
-            balancing = self.captures.balancing
+            balancing = self.captures.source.balancing
             ranks = balancing.placement_of(len(graph)) if searched is None else searched.placement
         if ranks is None:
             return None
@@ -320,10 +321,10 @@ class PlanState(Planned):
         graphs: tuple[StageGraph, ...],
         pattern: Pattern,
         program: str,
-        captures: tuple[Pattern, ...],
+        captures: tuple[Guard, ...],
         places: Places,
     ) -> Plan:
-        """The plan that runs the table chosen for these graphs. ``captures``: the patterns of the graphs' captures."""
+        """The plan that runs the table chosen for these graphs. ``captures``: the guards of the graphs' captures."""
         graph = joint(graphs)
         schedule = choose_table(self, graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
@@ -382,15 +383,6 @@ class PlanState(Planned):
                     f"example_args= of the kind that uses most of the model, or {instead}, so that its stage has all "
                     f'of it: boundaries={{"{part or "its name"}": "whole"}}'
                 )
-
-
-def _captured(capturing: Capturing, pattern: Pattern, sample: Sample | str) -> list[Captured]:
-    """The capture of each micro-batch. Gathered stages are captured for the rows of a group."""
-    wrong = capturing.captures.wrong
-    captured = for_groups(capturing.of(pattern, sample), capturing, pattern, sample)
-    if capturing.captures.wrong == wrong:
-        return captured
-    return _captured(capturing, pattern, sample)  # capturing a group found the micro-batches' tracer wrong
 
 
 def _choosing(name: str, stage: Stage, graph: StageGraph, model: nn.Module) -> str:

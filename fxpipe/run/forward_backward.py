@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from fxpipe.capture.capture_list import CaptureList
 from fxpipe.distributed.activity import NOTHING, Alike, announced
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
@@ -101,6 +102,18 @@ class ForwardBackward:
         """The stages that ``boundaries="auto"`` found: print them, save them, or pass them as ``boundaries=``. None
         where the cuts are named or marked."""
         return self._planning.cuts
+
+    @property
+    def captures(self) -> CaptureList:
+        """The captures of the model. ``print`` shows for each its kind of batch, its guard, and why it was made.
+
+        The list is a value of this moment: later captures are in the list that the next access returns. It has the
+        captures that fxpipe remembers, at most 64 besides those of the present batch. It is empty for the user's own
+        stages. All ranks of a pipe group have the same captures. Not a collective call.
+
+        ``captures.entries`` has for each capture ``kind``, ``guard`` and ``why``, as text.
+        """
+        return CaptureList.of(self._planning.captures)
 
     @property
     def required_inputs(self) -> tuple[str, ...]:

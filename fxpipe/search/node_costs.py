@@ -31,7 +31,6 @@ from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of, without_onednn
 from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model
 
@@ -226,7 +225,7 @@ def costs_from_shapes(
         costed = partial(_CostingRun.costed, program, fake, hardware=hardware, batch=batch)
         run = costed(example)
         # A program of fixed sizes cannot run a group's rows, so its operators' costs are multiplied.
-        scaled = program.tracer in NEED_SHAPES or bool(run.guessed)
+        scaled = not program.holds_for_any_size or bool(run.guessed)
         # All runs stay alive until the costs are made, since memory is counted by the ids of storages.
         runs = {at: costed(example, g.times) if scaled else costed(g.example) for at, g in groups.items()}
     for stage, group_run in runs.items():

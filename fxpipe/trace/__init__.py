@@ -31,7 +31,7 @@ def _traced(tracer: Tracer, request: Request) -> Program:
 
 
 NEED_SHAPES = frozenset({"export", "record"})
-"""The tracers whose programs are valid for micro-batches of one shape."""
+"""The tracers that need the shapes of a batch."""
 _ASK_FOR_EXAMPLE = (
     "the tracers export and record need the shapes of a batch: pass example_args= or example_kwargs= to "
     "fxpipe.compile, one batch as it will be passed in calls"

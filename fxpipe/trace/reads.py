@@ -162,6 +162,14 @@ class Reads:
         key = self._changed(self.states[self.number])
         return None if key is None else self._name(key)
 
+    def difference(self, number: int) -> str:
+        """The name of an attribute that differs between the state of this number and the state that the last check
+        found; "" if no attribute is known to differ."""
+        if number >= len(self.states):  # another rank numbers its states in its own way
+            return ""
+        then, now = self.states[number], self.states[self.number]
+        return next((self._name(key) for key in then.keys() & now if not alike(then[key], now[key])), "")
+
     def _changed(self, state: Mapping[Key, Any]) -> Key | None:
         for key, value in state.items():
             now = self._present(key)

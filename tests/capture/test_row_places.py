@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Topology, stage_boundary
-from fxpipe.capture import same_stages
+from fxpipe.capture import captures
 from tests.harness import gradients_of, replica_of, strict
 from tests.whole.gathered import Contrastive, batch, model
 from tests.whole.test_gathered import assert_alike, on_the_whole_batch
@@ -110,13 +110,13 @@ def test_nothing_is_run_for_it_where_nothing_is_gathered_or_a_group_is_one_micro
     kind: type[Contrastive], microbatches: int, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
-    shapes_of = same_stages.shapes_of
+    shapes_of = captures.shapes_of
 
     def watched(program: Any, example: Any, *given: Any) -> Any:
         rows.append(example["image"].shape[0])
         return shapes_of(program, example, *given)
 
-    monkeypatch.setattr(same_stages, "shapes_of", watched)
+    monkeypatch.setattr(captures, "shapes_of", watched)
     forward_backward = fxpipe.compile(model(kind), PIPE_4, microbatches=microbatches)
     for size in (8, 8, 9):
         forward_backward(*batch(size))

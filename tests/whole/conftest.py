@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpipe.capture.capturing import CaptureRun
+from fxpipe.capture.capturing import Capturing
 from tests.harness import Engines, engine_of
 
 
@@ -20,12 +20,12 @@ def engines(request: pytest.FixtureRequest) -> Engines:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures that are made for steps."""
     made: list[Any] = []
-    capture = CaptureRun.capture
+    capture = Capturing._capture
 
-    def noting(self: CaptureRun, *args: Any) -> Any:
+    def noting(self: Capturing, *args: Any) -> Any:
         captures, captured = capture(self, *args)
         made.extend([captured] * self.pattern.training)
         return captures, captured
 
-    monkeypatch.setattr(CaptureRun, "capture", noting)
+    monkeypatch.setattr(Capturing, "_capture", noting)
     return made

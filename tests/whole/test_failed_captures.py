@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture import auto_opaque, capturing
-from fxpipe.capture.capturing import CaptureRun, Capturing
+from fxpipe.capture import auto_opaque, capturing, same_stages
+from fxpipe.capture.capturing import Capturing
+from fxpipe.capture.region_facts import RegionFacts
 from fxpipe.plan import plan_state
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.trace.reads import Reads
@@ -25,14 +26,14 @@ CHANGES: list[Callable[[], object]] = []
 FAILS: list[str] = []
 """Filled where the next capture of rank 1 is to fail."""
 PHASES: dict[str, tuple[Any, str]] = {
-    "asking a tracer": (CaptureRun, "_request"),
+    "asking a tracer": (Capturing, "_request"),
     "tracing": (auto_opaque, "accepted"),
-    "cutting": (CaptureRun, "_cut"),
-    "taking the regions": (CaptureRun, "_with_regions"),
+    "cutting": (capturing, "cut"),
+    "taking the regions": (RegionFacts, "with_capture"),
     "taking what was read": (Reads, "with_capture"),
     "watching": (capturing, "watch"),
     "capturing": (Capturing, "of"),
-    "grouping": (plan_state, "for_groups"),
+    "grouping": (same_stages, "for_groups"),
     "placing": (plan_state, "place_stages"),
     "choosing a table": (plan_state, "choose_table"),
     "lowering": (plan_state, "lower"),

@@ -146,7 +146,7 @@ class Agreement:
 
     def _take(self, planning: PlanState) -> None:
         """Replaces the plan state, and has watched regions compare its reads."""
-        self.planning, planning.captures.latest.reads = planning, planning.captures.reads
+        self.planning, planning.captures.source.latest.reads = planning, planning.captures.reads
 
     # this rank's inputs
 
@@ -428,7 +428,7 @@ class Agreement:
 
     @property
     def _are_many(self) -> bool:
-        return len(self._settled) > KINDS or len(self.planning.captures.by_pattern) > MOST
+        return len(self._settled) > KINDS or len(self.planning.captures.guards) > MOST
 
     @property
     def plans(self) -> list[Plan]:

@@ -17,7 +17,6 @@ from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import uncompiled
-from fxpipe.trace import NEED_SHAPES
 from fxpipe.trace.fake import FakeModel, fake_model
 
 
@@ -83,7 +82,7 @@ def shapes_of(
     A node that needs real numbers has the shapes of its capture, if the capture is valid for one size only.
     """
     values: dict[Node, Any] = {}
-    of_one_size = program.tracer in NEED_SHAPES and program.holds_for is None
+    of_one_size = not program.holds_for_any_size and program.holds_for is None
     with (
         left_as_it_is(program),
         fake_model(program.module, device, compute) as fake,

@@ -1,19 +1,13 @@
-"""Sizes: finds the sizes in which micro-batches of one kind differ, and the captures that are valid for a shape."""
+"""Sizes: finds the sizes in which micro-batches of one kind differ."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fxpipe.batch.description import Description, example_of
-from fxpipe.batch.pattern import Pattern
-from fxpipe.graph.program import SizeGuard
-from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.like import TensorLike
 from fxpipe.precision import Precision
@@ -132,42 +126,3 @@ def bytes_of_inputs(shapes: Iterable[Description], precision: Precision | None =
                 each += precision.compute.itemsize
             totals[name] = totals.get(name, 0) + math.prod(leaf.shape) * each
     return totals
-
-
-# --- Which sizes of micro-batches were seen to vary ---
-
-FAMILIES = 256
-"""The most families that are remembered."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """Micro-batches that differ only in sizes: the dimensions seen to vary, and the captures with symbolic sizes."""
-
-    latest: Description | None = None
-    """The shape captured last."""
-    varying: frozenset[Place] = frozenset()
-    """Dimensions that were seen to vary."""
-    general: tuple[tuple[Pattern, SizeGuard], ...] = ()
-    """(pattern, guard) of each capture with symbolic sizes, the latest last."""
-
-    def holding(self, shape: Description, answers: Answers) -> Pattern | None:
-        """The pattern of the latest capture that is valid for this shape and these answers."""
-        fitting = [entry for entry in reversed(self.general) if set(entry[0].answered) <= set(answers)]
-        likes = [like for _, _, like in tensors_of(shape)]
-        # A guard of torch.export reads the sizes and strides of tensors; tensors on the meta device take no memory.
-        tensors = [torch.empty_strided(like.shape, like.stride, device="meta") for like in likes]
-        return next((pattern for pattern, guard in fitting if guard(tensors)), None)
-
-    def free(self, shape: Description) -> frozenset[Place]:
-        """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
-        sizes = ((name, index, enumerate(like.shape)) for name, index, like in tensors_of(shape))
-        large = {(name, index, dim) for name, index, dims in sizes for dim, size in dims if size > 1}
-        return varying(shape, self.latest) | (self.varying & large)
-
-    def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:
-        return Family(
-            shape,
-            self.varying | varying(shape, self.latest),
-            self.general if guard is None else (*self.general, (pattern, guard)),
-        )

@@ -60,6 +60,7 @@ def symbolic(request: Request) -> Program:
         graph,
         constants=tracer.constants,
         tracer="symbolic",
+        holds_for_any_size=True,
         opaque=tracer.regions.opaque,
         sets=tracer.guard.own.taken,
         computed_with=tracer.guard.computed_with(),

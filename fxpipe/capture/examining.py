@@ -1,0 +1,122 @@
+"""Examining: cuts a tracer's program into stages, and looks for rows of a micro-batch that interact."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpipe import passes as default_passes
+from fxpipe.batch.batch import joined_description
+from fxpipe.batch.description import Description, for_any_words
+from fxpipe.batch.pattern import Pattern
+from fxpipe.capture.auto_opaque import unused, with_unused
+from fxpipe.capture.captures import Captures, Source
+from fxpipe.capture.guard import Captured, Guard, Sizes
+from fxpipe.graph.program import Program, gather_of, is_boundary
+from fxpipe.packed import counted
+from fxpipe.passes.chain import chain
+from fxpipe.search.choose import Balanced
+from fxpipe.trace import Request
+from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_rows
+
+
+class Examined(NamedTuple):
+    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model.
+    ``searched`` and ``unused``: as in ``First``."""
+
+    program: Program
+    cut: Program
+    captured: Captured
+    searched: Balanced | None
+    unused: frozenset[str]
+    checked: str = ""
+    """The outcome of the check against the model, in words."""
+
+
+def cut(captures: Captures, program: Program, request: Request, pattern: Pattern, this: Pattern) -> Examined:
+    """Cuts a program into stages, without a check.
+
+    Args:
+        captures: the earlier captures: a later program is cut where the first program was.
+        program: the tracer's program.
+        request: its request, with its opaque regions.
+        pattern: the pattern of the batch.
+        this: the pattern of the micro-batch.
+    """
+    source, first, traced = captures.source, captures.program, program
+    balancing, options, shape = source.balancing, source.options, this.shape
+    searched, unused_names = captures.searched, frozenset[str]()
+    # Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
+    if request.whole or program.answers:
+        program = default_passes.drop_unused(program)
+    if captures.first is not None:
+        unused_names = captures.first.unused
+    elif request.whole:
+        unused_names = unused(program)
+    program = with_unused(program, unused_names) if request.whole else program
+    program = program.replace(first=first)
+    # A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
+    if balancing.finds_cuts:
+        program = chain(default_passes.before_balance(), program)
+        names = default_passes.name_stages, default_passes.gather
+        if first is not None:
+            program = default_passes.partition(program)
+        elif balancing.found is not None:
+            program = balancing.found.applied(program)
+        else:
+            if any(map(gather_of, filter(is_boundary, program.nodes))):
+                program = chain((default_passes.partition, *names), program)
+            searched = balancing.searched(program, pattern, shape)
+            program = searched.program
+        program = chain(names, program)
+    else:
+        if options.passes is not None and shape is not None:  # the user's own may read the shapes
+            program = program.replace(shapes=source.shapes(program, shape, pattern))
+        program = chain(default_passes.default() if options.passes is None else options.passes, program)
+    if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
+        searched = balancing.placed(program, pattern, shape)
+    constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+    captured = Captured(
+        default_passes.split(program),
+        _guard(program, request, this),
+        "\n".join([type(source.model).__name__, str(program), *constants]),
+        program.tracer,
+        program if program.gathered else None,
+        program.fixed_sizes,
+    )
+    return Examined(traced, program, captured, searched, unused_names)
+
+
+def _guard(program: Program, request: Request, this: Pattern) -> Guard:
+    """The guard of a program that was captured for a micro-batch."""
+    shape, values = this.shape, this.for_any_shape()
+    if shape is None or program.holds_for_any_size:
+        return Guard(values)
+    shape = for_any_words(shape) if request.any_words else shape
+    return Guard(values, Sizes(shape, request.varying, program.holds_for), program.answers)
+
+
+def check_rows_apart(source: Source, program: Program, pattern: Pattern, shape: Description | None) -> None:
+    """Warns if the first training capture, which was not checked, shows that rows of a micro-batch interact.
+    RunError for a sum of them."""
+    batch_dim = source.options.batch_dim
+    if pattern.microbatches == 1 or not source.options.tracing.check:
+        return
+    check_reduction(program, pattern.microbatches)
+    if shape is not None and not counted(batch_dim):
+        doubled = joined_description([shape] * 2, batch_dim)
+        both = (source.shapes(program, each, pattern) for each in (shape, doubled))
+        warn_of_rows(rows_meet(program, *both))
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """A hash of a constant, by which ranks detect that they captured different constants from different seeds."""
+    if tensor.is_meta:
+        return "on the meta device"
+    buffer = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), buffer)
+    return f"constant {list(tensor.shape)} {hashlib.blake2b(buffer.getbuffer(), digest_size=8).hexdigest()}"
