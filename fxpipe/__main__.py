@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -209,7 +210,6 @@ def _preview(args: argparse.Namespace) -> None:
     import fxpipe  # fxpipe.preview needs torch
 
     model, batch, options = _made_by(args.what)
-    hardware = args.hardware
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
     names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
     names_alike = "microbatches", "schedule", "tracer", "optimizer"
@@ -220,8 +220,7 @@ def _preview(args: argparse.Namespace) -> None:
         "zero": fxpipe.Zero(args.zero or 0, args.zero_scope or "node") if args.zero or args.zero_scope else None,
         "precision": fxpipe.Precision() if args.bf16 else None,
         "recompute": {"all": True}.get(args.recompute, args.recompute),
-        "memory_per_rank": args.memory,
-        "hardware": fxpipe.Hardware.read(hardware) if (hardware or "").lower().endswith(".json") else hardware,
+        "hardware": _hardware(args.hardware, options.get("hardware"), args.memory),
     }
     preview = fxpipe.preview(
         model,
@@ -233,6 +232,14 @@ def _preview(args: argparse.Namespace) -> None:
     if args.json is not None:
         preview.to_json(args.json)
     print(preview)
+
+
+def _hardware(written: str | None, made: Any, memory: float | None) -> Any:
+    """``--hardware``, or else the function's own ``hardware``; with ``--memory`` in place of its memory."""
+    from fxpipe.hardware import Hardware  # needs torch
+
+    given = Hardware.read(written) if written and written.lower().endswith(".json") else written or made
+    return given if memory is None else replace(Hardware.of(given), memory=memory)
 
 
 def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -415,7 +422,7 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     add("--zero-scope", metavar="WHERE", help="node or data; node")
     add("--bf16", action="store_true", help="precision=fxpipe.Precision()")
     add("--recompute", choices=("all", "auto"), help="what is recomputed")
-    add("--memory", type=float, metavar="BYTES", help="memory_per_rank=, as in 80e9")
+    add("--memory", type=float, metavar="BYTES", help="the limit of a rank, as in 80e9; the memory of --hardware")
     add("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     add("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
     parser.add_argument("--json", metavar="PATH", help="write the figures")

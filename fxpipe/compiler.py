@@ -76,7 +76,6 @@ def compile(
     precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
     recompute: Recompute = False,
-    memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
@@ -120,13 +119,11 @@ def compile(
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight; None: its rows.
         recompute: stages that keep only their inputs, and run their forward again (R in the table) shortly before their
             backward. A list of names; True: all stages but those whose backward follows their forward at once; "auto":
-            as few as fit ``memory_per_rank``. The model's own checkpoints keep their activations in the second run, so
-            nothing runs a third time. ``preview`` prints the bytes that this saves.
-        memory_per_rank: the limit, in bytes, for "auto", ``placement=None`` and ``recompute="auto"``. Parameters,
-            buffers, gradients and AdamW's state count, as ``zero``, ``precision`` and the data axis have them, as do
-            activations and the batch. Parameters that ``parallelize`` shards count in full. fxpipe warns if a part
-            that no search chooses, or messages, exceed the limit.
-        hardware: the costs that balance and ``preview`` use: a GPU's name, such as "h100", or ``fxpipe.Hardware``.
+            as few as fit the memory of ``hardware``. The model's own checkpoints keep their activations in the second
+            run, so nothing runs a third time. ``preview`` prints the bytes that this saves.
+        hardware: a GPU's name, such as "h100", or ``fxpipe.Hardware(memory=80e9)``: the costs that balance and
+            ``preview`` use, and its memory is the limit, in bytes, for "auto", ``placement=None`` and
+            ``recompute="auto"``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once these
             have memory. The seed depends on the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's; this rank reads its own part.
@@ -187,7 +184,6 @@ def preview(
     precision: Precision | None = None,
     optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     recompute: Recompute = False,
-    memory_per_rank: float | None = None,
     hardware: Hardware | str | None = None,
     passes: Sequence[Pass] | None = None,
     parallelize: Callable[..., None] | None = None,
@@ -201,15 +197,15 @@ def preview(
 
     ``optimizer`` is the later argument of ``forward_backward.optimizer``: the name of a class of torch.optim, in upper
     or lower case, or a class (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within
-    ``memory_per_rank`` count AdamW's state, as in ``compile``.
+    the memory of ``hardware`` count AdamW's state, as in ``compile``.
 
     ``parallelize`` gets copies of the stages, and the mesh of ranks that have no processes, so that parameters count as
     it spreads them; it must not read values or wait for other ranks.
 
     Raises:
         TraceError, PartitionError, ScheduleError, TopologyError, RunError: as ``compile``; but where no plan fits
-            ``memory_per_rank``, the nearest plan is returned, and ``fits`` is False. RunError if torch has no such
-            optimizer, or the plan needs a figure that ``hardware`` lacks.
+            the memory of ``hardware``, the nearest plan is returned, and ``fits`` is False. RunError if torch has no
+            such optimizer, or the plan needs a figure that ``hardware`` lacks.
     """
     options = Options.of(locals())
     options = dataclasses.replace(options, tracer=dataclasses.replace(options.tracing, check=False))
@@ -237,8 +233,9 @@ def preview(
     try:
         return preview_at(options)
     except DoesNotFit as error:  # the table of the nearest plan says which rank has too much, and of what
-        nearest = dataclasses.replace(options, memory_per_rank=error.least_bytes)
-        return dataclasses.replace(preview_at(nearest), memory=options.memory_per_rank)
+        nearest = dataclasses.replace(options.device, memory=error.least_bytes)
+        plan = preview_at(dataclasses.replace(options, hardware=nearest))
+        return dataclasses.replace(plan, memory=options.device.memory)
 
 
 def _tensors_of(model: nn.Module | StageGraph) -> Iterable[Tensor]:

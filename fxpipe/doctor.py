@@ -69,11 +69,11 @@ class Doctor:
                 print(printable(_table(name, **parts[name])), flush=True)
         if self._control.rank:
             return
-        hardware = _hardware([figures for part in parts.values() for figures in part["ranks"]])
+        measured = _measured([figures for part in parts.values() for figures in part["ranks"]])
+        hardware = Hardware(**measured)
         print(hardware if links else f"links need several processes, as torchrun starts them\n{hardware}")
         if path is not None:
-            values = {name: value for name, value in vars(hardware).items() if value is not None}
-            figures = {DEVICE: name_of_this_device(), **values}
+            figures = {DEVICE: name_of_this_device(), **measured}
             report = {"topology": repr(self._topology), "parts": parts, "hardware": figures}
             write_whole(path, json.dumps(report, indent=1) + "\n")
         if failed := [name for name, part in parts.items() if any(part["errors"])]:
@@ -209,8 +209,9 @@ def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence
     return tabulate(rows, [name, f"{seconds:.1f} s", "least", "most"], disable_numparse=True) + "\n"
 
 
-def _hardware(ranks: Sequence[Figures]) -> Hardware:
-    """The medians over ranks, to four digits. If no two ranks share a node, ``link`` is the speed between nodes."""
+def _measured(ranks: Sequence[Figures]) -> dict[str, float]:
+    """The figures of ``Hardware``: the medians over ranks, to four digits. If no two ranks share a node, ``link`` is
+    the speed between nodes."""
     measured = {}
     for name, values in _by_rank(ranks).items():
         what, _, unit = name.removesuffix("]").partition(" [")
@@ -222,4 +223,4 @@ def _hardware(ranks: Sequence[Figures]) -> Hardware:
     sources["link_between"] = [f"{kind} between nodes: bandwidth" for kind in ("all_reduce", "message")]
     sources["latency"] = [f"message {where} nodes: latency" for where in ("inside", "between")]
     available = {figure: [name for name in names if name in measured] for figure, names in sources.items()}
-    return Hardware(**{figure: measured[names[0]] for figure, names in available.items() if names})
+    return {figure: measured[names[0]] for figure, names in available.items() if names}

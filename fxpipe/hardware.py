@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ class FigureMissing(RunError):
 class Hardware:
     """A rank's device and its links, in operations, bytes and seconds: ``fxpipe.preview(..., hardware="h100")``.
 
-    ``Hardware.named`` has the data sheets of common GPUs, ``Hardware.measured`` measures this process's device. A
-    missing figure raises an error at its first use.
+    ``Hardware.named`` has the data sheets of common GPUs, ``Hardware.measured`` measures this process's device. A plan
+    may not exceed ``memory``; None is no limit. Other figures that are None are ``REFERENCE``'s, with an exception:
+    beside a ``link``, a ``link_between`` of None is not known, and raises an error at its first use.
 
     Raises:
         RunError: a figure is no number, or below 0, or equal to 0 (only ``launch`` and ``latency`` may be 0).
@@ -52,7 +53,7 @@ class Hardware:
     link_between: float | None = None
     """Bytes per second between nodes, one way, for each rank."""
     memory: float | None = None
-    """Bytes of the device's memory."""
+    """The most bytes that a plan may keep on a rank: the device's memory, or less of it."""
     reached: float = 1.0
     """The fraction of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
     launch: float = 4e-6
@@ -61,27 +62,30 @@ class Hardware:
     """Seconds that the smallest message takes."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, may_be_zero = getattr(self, field.name), field.name in ("launch", "latency")
-            if value is None and field.default is None:
+        for name, unit in _UNITS.items():
+            value, may_be_zero = getattr(self, name), name in ("launch", "latency")
+            if value is None and getattr(Hardware, name) is None:
                 continue
-            if not (is_number(value) and 0 <= value <= _MOST and (value or may_be_zero)):
-                raise RunError(f"Hardware({field.name}={shown(value)}) is no number above 0, {_UNITS[field.name]}")
-            object.__setattr__(self, field.name, float(value))  # json writes no numpy numbers
+            if not (is_number(value) and 0 <= float(value) <= _MOST and (value or may_be_zero)):
+                raise RunError(f"Hardware({name}={shown(value)}) is no number above 0, {unit}")
+            object.__setattr__(self, name, float(value))  # json writes no numpy numbers
         if self.reached > 1:
             raise RunError(f"Hardware(reached={self.reached:g}) is a part of the peak, at most 1; write 0.5 for a half")
 
     @staticmethod
-    def named(name: str) -> Hardware:
+    def named(name: str, **figures: float | None) -> Hardware:
         """A GPU's hardware by the GPU's name: the data sheet's figures for dense products, with ``reached`` at a half.
+
+        ``figures`` replace the sheet's: ``Hardware.named("h100", memory=60e9)``. ``memory=None`` is no limit.
 
         ``flops`` is the figure of TF32 if the GPU supports TF32, which torch uses after
         ``torch.set_float32_matmul_precision("high")``. ``link_between`` is the figure of the maker's node of eight GPUs
         (DGX), and None for a GPU without such a node.
 
         Raises:
-            RunError: the name is unknown.
+            RunError: the name is unknown, or an argument is no figure.
         """
+        _check_names(figures, "Hardware.named(...)")
         key = re.sub("[-_ ]", "", name.lower()) if is_text(name) else ""
         if key not in _SHEETS:
             raise RunError(
@@ -89,8 +93,9 @@ class Hardware:
                 "flops_16=..., bandwidth=..., link=..., link_between=...)"
             )
         # A sheet's figures are in the order of the fields.
-        sheet = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9), strict=False)
-        return Hardware(reached=0.5, **{name: unit * figure for name, figure, unit in sheet if figure is not None})
+        columns = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9), strict=False)
+        sheet: dict[str, Any] = {column: unit * figure for column, figure, unit in columns if figure is not None}
+        return Hardware(**{"reached": 0.5} | sheet | figures)
 
     @staticmethod
     def measured(path: str | os.PathLike[str], **figures: float) -> Hardware:
@@ -131,17 +136,44 @@ class Hardware:
 
     @staticmethod
     def of(given: Hardware | str | None) -> Hardware:
-        """The hardware of the argument ``hardware=``; ``REFERENCE`` for None."""
+        """The hardware of the argument ``hardware=``; without a figure for None."""
         if given is None:
-            return REFERENCE
+            return Hardware()
         return given if isinstance(given, Hardware) else Hardware.named(given)
+
+    @property
+    def missing(self) -> list[str]:
+        """The speeds that are ``REFERENCE``'s, since they are not given."""
+        beside_link = self.link is not None
+        names = SPEEDS[:-1] if beside_link else SPEEDS  # the reference's network may be faster than the user's links
+        return [name for name in names if getattr(self, name) is None]
+
+    @property
+    def has_speeds(self) -> bool:
+        """Whether seconds are seconds of this device."""
+        return len(self.missing) < len(SPEEDS)
+
+    @property
+    def completed(self) -> Hardware:
+        """The hardware with ``REFERENCE``'s speeds for its missing speeds."""
+        return replace(self, **{name: getattr(REFERENCE, name) for name in self.missing})
+
+    @property
+    def source(self) -> str:
+        """The device whose speeds ``completed`` has, in words."""
+        if not self.has_speeds:
+            return f"an A100 ({'no hardware= given' if self == Hardware() else 'hardware= has no speeds'})"
+        names = (name for name in _SHEETS if replace(self, memory=None) == Hardware.named(name, memory=None))
+        name = next(names, "the hardware given")
+        return f"{name} ({', '.join(self.missing)} of an A100)" if self.missing else name
 
     def figure(self, name: str, why: str) -> float:
         """Returns a figure. Raises FigureMissing if the figure is None; ``why`` names the computation that needs it."""
         value: float | None = getattr(self, name)
         if value is None:
             raise FigureMissing(
-                f"hardware has no {name}, {_UNITS[name]}, which {why} needs; write Hardware({name}=...)"
+                f"hardware has no {name}, {_UNITS[name]}, which {why} needs; write Hardware({name}=...), or "
+                f"Hardware.named(..., {name}=...)"
             )
         return value
 
@@ -167,20 +199,22 @@ class Hardware:
         return self.latency + size / self.wire(crosses=False)
 
 
-REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
-"""The default of ``hardware=`` for costs: figures that an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
-
-A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
-"""
-
+SPEEDS = "flops", "flops_16", "bandwidth", "link", "link_between"
+"""The figures of which ``REFERENCE`` has a value for hardware that has none."""
 
 _UNITS = {
-    **dict.fromkeys(("flops", "flops_16"), "operations a second"),
-    **dict.fromkeys(("bandwidth", "link", "link_between"), "bytes a second"),
+    **dict.fromkeys(SPEEDS[:2], "operations a second"),
+    **dict.fromkeys(SPEEDS[2:], "bytes a second"),
     "memory": "bytes",
     "reached": "a part",
     **dict.fromkeys(("launch", "latency"), "seconds"),
 }
+
+REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
+"""The speeds of hardware that gives none: figures that an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
+
+A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
+"""
 
 _SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float]] = {
     "v100": (15.7, 125, 900, 150, 6.25, 32),

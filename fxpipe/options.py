@@ -22,7 +22,6 @@ from fxpipe.validation import (
     is_flag,
     is_list,
     is_mapping,
-    is_number,
     is_text,
     is_whole,
     list_of,
@@ -56,7 +55,6 @@ class Options:
     precision: Precision | None = None
     loss_weight: Callable[..., Any] | None = None
     recompute: Recompute = False
-    memory_per_rank: float | None = None
     hardware: Hardware | str | None = None
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
@@ -72,16 +70,13 @@ class Options:
             if value is not field.default:
                 check(RunError, _KINDS, **{field.name: value})
         check_counted(self.batch_dim)
-        if self.memory_per_rank is not None:
-            object.__setattr__(self, "memory_per_rank", float(self.memory_per_rank))  # json writes no numpy numbers
         if not isinstance(self.recompute, str):
             names = self.recompute
             object.__setattr__(self, "recompute", bool(names) if is_flag(names) else tuple(cast(Sequence[str], names)))
-        Hardware.of(self.hardware)
-        if self.recompute == AUTO and self.memory_per_rank is None:
+        if self.device.memory is None and self.recompute == AUTO:
             raise RunError(
-                'recompute="auto" recomputes as little as fits memory_per_rank=, which is not given; write '
-                "memory_per_rank=40e9, in bytes, or recompute=True"
+                'recompute="auto" recomputes as little as fits the memory of hardware=, which is not given; write '
+                'hardware="h100", hardware=fxpipe.Hardware(memory=40e9), in bytes, or recompute=True'
             )
         if self.parallelize is not None:
             self._check_parallelize()
@@ -101,6 +96,11 @@ class Options:
     def tracing(self) -> Tracing:
         """``tracer`` as a policy."""
         return self.tracer if isinstance(self.tracer, Tracing) else Tracing(self.tracer)
+
+    @cached_property
+    def device(self) -> Hardware:
+        """``hardware`` as figures. A plan may not exceed ``device.memory``, unless it is None."""
+        return Hardware.of(self.hardware)
 
     @property
     def has_example(self) -> bool:
@@ -175,12 +175,9 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
         'True, False, "auto" or a list of stage names',
     ),
-    "memory_per_rank": Expected(
-        lambda value: is_number(value) and 0 < value < 1e30, "a number of bytes above 0, such as 80e9"
-    ),
     "hardware": Expected(
         lambda value: isinstance(value, Hardware) or is_text(value),
-        'the name of a GPU, such as "h100", or fxpipe.Hardware(...)',
+        'the name of a GPU, such as "h100", or fxpipe.Hardware(...), as fxpipe.Hardware(memory=80e9)',
     ),
     "init_fn": Expected(callable, "a function (module) -> None"),
     "parallelize": Expected(callable, "a function (stage_module, mesh) -> None"),

@@ -120,8 +120,9 @@ RENAMED: Mapping[str, str] = {
     "check_batches": "checks=fxpipe.Checks(batches=False)",
     "error_if_nonfinite": 'checks=fxpipe.Checks(nonfinite="raise")',
     "timeout": "checks=fxpipe.Checks(timeout=300)",
+    "memory_per_rank": "hardware=fxpipe.Hardware(memory=80e9)",
 }
-"""The options of fxpipe 0.2 that are fields of a policy now → what to write."""
+"""The options of fxpipe 0.2 that are parts of other options now → what to write."""
 
 
 def naming_replaced(function: Callable[P, R]) -> Callable[P, R]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -379,6 +380,9 @@ def with_options():
         model = Looks()
     return model, {"pixels": torch.zeros(24, 8), "grid": torch.full((8,), 3)}, OPTIONS
 
+def on_an_l40s():
+    return Loss(), (torch.zeros(16, 8, device="meta"),), {"hardware": "l40s"}
+
 def no_dict():
     return Loss(), None, "auto"
 """
@@ -403,8 +407,7 @@ def test_preview_prints_and_writes_what_fxpipe_preview_tells(tmp_path: Path, cal
         boundaries=["layers.2"],
         example_args=makers_of_models.both()[1],
         zero=1,
-        hardware="h100",
-        memory_per_rank=1e6,
+        hardware=fxpipe.Hardware.named("h100", memory=1e6),
         precision=fxpipe.Precision(),
     )
     assert text.splitlines()[-4:] == str(wanted).splitlines()[-4:]
@@ -427,6 +430,26 @@ def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None
     figures = {"flops": 1e9, "flops_16": 1e9, "bandwidth": 1e9, "link": 1e6}
     (tmp_path / "here.json").write_text(json.dumps(figures))
     assert "a step takes" in printed(called("preview", "makers_of_models:both", *TWO, "--hardware", "here.json"))
+
+
+@pytest.mark.usefixtures("makers")
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        ("--memory 1e6", fxpipe.Hardware.named("l40s", memory=1e6)),
+        ("--memory 1e6 --hardware l4", fxpipe.Hardware.named("l4", memory=1e6)),
+        ("--hardware l4", "l4"),
+        ("", "l40s"),
+    ],
+)
+def test_a_memory_on_the_command_line_goes_ahead_of_that_of_the_hardware(words: str, made: Any, called: Run) -> None:
+    text = printed(called("preview", "makers_of_models:on_an_l40s", *TWO, *words.split()))
+    import makers_of_models
+
+    topology = Topology([("pipe", 2), ("data", 2)])
+    model, example, _ = makers_of_models.on_an_l40s()
+    wanted = fxpipe.preview(model, topology, boundaries=["layers.2"], example_args=example, hardware=made)
+    assert text.rstrip() == str(wanted).rstrip()
 
 
 # --- what goes wrong is told, with an exit code, and is never a traceback ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from fxpipe import Hardware, RunError
+from fxpipe.hardware import REFERENCE
 
 
 def test_seconds_are_those_of_the_roofline_at_what_is_reached_of_the_peak() -> None:
@@ -39,16 +41,46 @@ def test_what_stands_in_the_data_sheet_of_an_h100() -> None:
     assert found.memory == 80e9
 
 
+def test_figures_that_are_given_replace_those_of_the_data_sheet() -> None:
+    sheet, found = Hardware.named("h100"), Hardware.named("h100", memory=60e9, reached=0.4)
+    assert found == dataclasses.replace(sheet, memory=60e9, reached=0.4)
+    assert Hardware.named("h100", memory=None).memory is None
+    assert (Hardware.named("H100", memory=60e9).source, found.source) == ("h100", "the hardware given")
+
+
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [
+        ({}, "an A100 (no hardware= given)"),
+        ({"memory": 80e9}, "an A100 (hardware= has no speeds)"),
+        ({"flops": 1e12, "link": 1e9}, "the hardware given (flops_16, bandwidth of an A100)"),
+        ({**vars(REFERENCE), "flops": 1e12}, "the hardware given"),
+    ],
+)
+def test_speeds_that_are_not_given_are_those_of_the_reference(given: dict[str, Any], source: str) -> None:
+    hardware = Hardware(**given)
+    beside_link = {"link_between": None} if list(given) == ["flops", "link"] else {}  # no network faster than the link
+    wanted = {**vars(REFERENCE), **given, **beside_link}
+    assert vars(hardware.completed) == wanted
+    assert hardware.source == source
+    assert hardware.has_speeds == ("flops" in given)
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
+        (lambda: Hardware.named("h100", memry=6e10), "has 'memry', which is no figure; did you mean \"memory\"?"),
+        (lambda: Hardware(memory=0), "Hardware(memory=0) is no number above 0, bytes"),
         (lambda: Hardware.named("h1000"), "hardware is 'h1000'; write one of v100, a100,"),
         (lambda: Hardware(flops="fast"), "Hardware(flops='fast') is no number above 0, operations a second"),  # type: ignore[arg-type]
         (lambda: Hardware(bandwidth=float("nan")), "Hardware(bandwidth=nan)"),
         (lambda: Hardware(reached=50), "Hardware(reached=50) is a part of the peak, at most 1; write 0.5 for a half"),
         (lambda: Hardware.measured("never", lnk=1.0), "has 'lnk', which is no figure; did you mean \"link\"?"),
         (lambda: Hardware(flops=1.0).seconds(1, 1, 2), "has no flops_16, operations a second, which a product in a"),
-        (lambda: Hardware.named("l40s").wire(crosses=True), "no link_between, bytes a second, which a message between"),
+        (
+            lambda: Hardware.named("l40s").completed.wire(crosses=True),
+            "no link_between, bytes a second, which a message between",
+        ),
     ],
 )
 def test_what_is_wrong_or_missing_is_told(make: Any, told: str) -> None:

@@ -90,7 +90,7 @@ def test_a_batch_is_cut_into_as_many_as_asked_for_or_four_a_rank(asked: int | No
         ({"checks": False}, "checks is False; it is fxpipe.Checks(...)"),
         ({"batch_dim": "1"}, "batch_dim is '1'; it is a dimension"),
         ({"placement": [0, 1]}, "placement is [0, 1]; it is a dict stage name -> pipe rank"),
-        ({"memory_per_rank": 0}, "memory_per_rank is 0; it is a number of bytes above 0"),
+        ({"hardware": 80e9}, 'hardware is 80000000000.0; it is the name of a GPU, such as "h100", or fxpipe.Hardware'),
         ({"example_kwargs": (torch.ones(2),)}, "it is a dict input name -> value"),
         ({"passes": fxpipe.passes.partition}, "it is a list of functions Program -> Program"),
         ({"tracer": fxpipe.TRACERS["export"]}, "it is a name out of fxpipe.TRACERS"),

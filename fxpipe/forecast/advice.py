@@ -54,7 +54,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
     if options.recompute is True:  # by the placement: where it saves memory
         again = Rerun.of(True, graph.names)
-    judge = Judge(work, family, schedule.microbatches, None if staged is None else options.memory_per_rank, again)
+    judge = Judge(work, family, schedule.microbatches, None if staged is None else options.device.memory, again)
     layout = StageLayout(tuple(range(len(graph))), graph.placement)
     now = judge.staged(layout)
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds

@@ -44,23 +44,26 @@ class Stepping:
 
 def preview_of(planning: PlanState, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> Preview:
     """The preview of the first plan. ``parts``: id of a parameter → its part, if ``parallelize=`` spreads it."""
-    return _Forecast(planning, stepping, parts).preview(timed=planning.options.hardware is not None)
+    return _Forecast(planning, stepping, parts).preview(timed=planning.options.device.has_speeds)
 
 
 def over_the_limit(planning: PlanState) -> str:
-    """A warning if the first plan exceeds ``memory_per_rank``, or if its bytes are not known; otherwise empty."""
-    if planning.options.memory_per_rank is None:
+    """A warning if the first plan exceeds the memory of ``hardware``, or its bytes are not known; otherwise empty."""
+    if (memory := planning.options.device.memory) is None:
         return ""
     preview = _Forecast(planning, Stepping(), {}).preview(timed=False)
     if preview.fits is None:
-        return "memory_per_rank= is not looked at: it needs a batch's shapes; pass example_args= or example_kwargs="
+        return (
+            f"the memory of hardware=, {memory:,.0f} bytes, is not checked: this needs a batch's shapes; pass "
+            "example_args= or example_kwargs="
+        )
     if preview.fits:
         return ""
     number, most = max(enumerate(preview.ranks), key=lambda pair: pair[1].total)
     counted = "without activations" if most.activations is None else "with messages and batch"
     return (
-        f"rank {number} of a pipeline takes {most.total:,.0f} bytes {counted}, "
-        f"memory_per_rank={planning.options.memory_per_rank:,.0f}; fxpipe.preview says of what"
+        f"rank {number} of a pipeline takes {most.total:,.0f} bytes {counted}, and the memory of hardware= is "
+        f"{memory:,.0f} bytes; fxpipe.preview says of what"
     )
 
 
@@ -85,7 +88,7 @@ class _Forecast:
         self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
-        self.hardware = Hardware.of(self.options.hardware)
+        self.hardware = self.options.device.completed
         self.sizes: dict[Edge, tuple[float, float]] = {}
         """Edge → the bytes of the value that its stage makes in one action, and of the value's gradient."""
         if self.staged is None:
@@ -113,7 +116,7 @@ class _Forecast:
             plan=replace(self.plan, graph=self.stages()),
             timeline=self.timeline,
             ranks=self._ranks(),
-            memory=self.options.memory_per_rank or self.hardware.memory,
+            memory=self.hardware.memory,
             seconds=self._seconds if timed else None,
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
@@ -359,8 +362,8 @@ class _Forecast:
             left.append("activations, messages and time need a batch's shapes: pass example_args= or example_kwargs=")
         else:
             left.append(self.staged.work.costs.guesses)
-            if self.options.hardware is None:
-                left.append('the time of a step needs hardware=, such as hardware="h100"')
+            if not self.options.device.has_speeds:
+                left.append('the time of a step needs the speeds of hardware=, such as hardware="h100"')
         spread = " and ".join(axis for axis in ("tensor", "expert") if self.topology.size(axis) > 1)
         if any(part.exchanged_over for part in self.parts.values()):
             left.append("experts get equally many tokens; each token travels to each of its experts, and back")

@@ -60,7 +60,7 @@ class Preview(Tabular):
     """The plan that ``compile`` would run; prints as stages, table and figures. ``ranks``: the ranks of a pipeline;
     each represents its replicas.
 
-    ``seconds``, ``flops`` and ``utilisation`` are None without ``hardware=``, and without an example.
+    ``seconds``, ``flops`` and ``utilisation`` are None without speeds in ``hardware=``, and without an example.
     """
 
     plan: Plan
@@ -68,7 +68,7 @@ class Preview(Tabular):
     """The table, simulated at costs from shapes."""
     ranks: tuple[RankPreview, ...]
     memory: float | None
-    """The bytes of memory of a rank: ``memory_per_rank``, or the hardware's memory."""
+    """The bytes that a rank may keep: the memory of ``hardware=``."""
     seconds: float | None
     """The seconds of a call: forward, backward, gradient sums and gathers, without the optimizer's own step."""
     flops: float | None

@@ -124,7 +124,7 @@ def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Mak
             'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
             "will be passed in calls; for stages of your own, name them: recompute=[...]"
         )
-    return _fewest(graph, make, work, planned.options.memory_per_rank or 0.0)
+    return _fewest(graph, make, work, planned.options.device.memory or 0.0)
 
 
 def saving(planned: Planned, work: Staged | None) -> str:
@@ -202,8 +202,8 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
             rank = max(range(len(peaks)), key=peaks.__getitem__)
             raise DoesNotFit(
                 f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are recomputed, "
-                f"memory_per_rank={memory:,.0f}; use more pipe ranks, smaller micro-batches, or a schedule that "
-                "holds fewer of them",
+                f"and the memory of hardware= is {memory:,.0f} bytes; use more pipe ranks, smaller micro-batches, or a "
+                "schedule that holds fewer of them",
                 peaks[rank],
             )
         _, flags = min(ranked, key=itemgetter(0))

@@ -135,7 +135,7 @@ def balance(
     microbatches: int,
     costs: NodeCosts,
     schedule: ScheduleName | Family = "1f1b",
-    memory_per_rank: float | None = None,
+    memory: float | None = None,
     recompute: Recompute = False,
     several: bool = False,
     recut: bool = False,
@@ -144,10 +144,10 @@ def balance(
     """The program with stages and their ranks, chosen for the least simulated makespan.
 
     ``program``: after ``passes.before_balance()``: ``balance`` cuts it; or after ``partition``: its stages stay, but
-    with ``recut`` only those that gather. ``memory_per_rank``: bytes. ``recompute``: as in ``compile``; with "auto", or
-    names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``: whether a stage
-    may be on all ranks. ``placement``: the ranks of the program's stages, for which nothing is searched. PartitionError
-    if there are fewer pieces or stages than ranks, or if no layout fits the memory.
+    with ``recut`` only those that gather. ``memory``: the most bytes of a rank. ``recompute``: as in ``compile``; with
+    "auto", or names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``:
+    whether a stage may be on all ranks. ``placement``: the ranks of the program's stages, for which nothing is
+    searched. PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
     """
     is_cut = bool(program.stage_of) and not recut
     work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
@@ -160,7 +160,7 @@ def balance(
         again = Rerun.of(recompute, program.stage_names if is_cut else [""] * len(merged))
         try:
             effort = FINER if result is not None else 1.0
-            limits = microbatches, family, memory_per_rank, again
+            limits = microbatches, family, memory, again
             if placement is not None:
                 choice = placed_at(merged, placement, *limits)
             else:
@@ -279,7 +279,7 @@ class Balancing:
     def finds_placement_of(self, stages: int) -> bool:
         """Whether the user left the stages' ranks open, and there is a choice of ranks or a memory limit to keep."""
         ranks = self.topology.size("pipe")
-        limited = self.options.memory_per_rank is not None and self.options.recompute != AUTO
+        limited = self.options.device.memory is not None and self.options.recompute != AUTO
         # With recompute="auto", the choice of tables already keeps the memory limit.
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
         if self.finds_cuts:
@@ -301,7 +301,7 @@ class Balancing:
     @property
     def hardware(self) -> Hardware:
         """The hardware for which costs are computed; all links of a pipeline are as slow as the slowest link."""
-        hardware = Hardware.of(self.options.hardware)
+        hardware = self.options.device.completed
         if self.topology.size("pipe") == 1:
             return hardware
         return replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
@@ -316,7 +316,7 @@ class Balancing:
         try:
             return self.searched(program, pattern, shape)
         except CostUnknown as error:
-            if self.options.memory_per_rank is not None:
+            if self.options.device.memory is not None:
                 raise
             if self.placement_of(len(program.stage_names)) is None:
                 log(f"stages are placed by the number of their parameters: {error}")
@@ -359,9 +359,7 @@ class Balancing:
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,
                     groups=self._groups(program, pattern.microbatches, shape),
                 )
-            given = self.options.hardware
-            which = "the hardware given" if isinstance(given, Hardware) else given or "an A100 (no hardware= given)"
-            self.costed = key, replace(node_costs, source=f"costs by shapes on {which}")
+            self.costed = key, replace(node_costs, source=f"costs by shapes on {self.options.device.source}")
         return self.costed[1]
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
@@ -384,7 +382,7 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            options = self.options.memory_per_rank, self.options.recompute
+            options = self.options.device.memory, self.options.recompute
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
             balanced = balance(*arguments, *options, several=True, recut=recut, placement=None if recut else placement)

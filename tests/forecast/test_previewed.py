@@ -92,9 +92,9 @@ def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any) -> None:
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.01, True), (0.99, False)])
-def test_what_fits_is_told_against_memory_per_rank(share: float, fits: bool) -> None:
+def test_what_fits_is_told_against_the_memory_of_hardware(share: float, fits: bool) -> None:
     most = max(rank.total for rank in preview(placement={"layers.0": 0, "last": 1}).ranks)
-    told = preview(placement={"layers.0": 0, "last": 1}, memory_per_rank=share * most)
+    told = preview(placement={"layers.0": 0, "last": 1}, hardware=Hardware(memory=share * most))
     assert told.fits is fits
     assert f"{round(100 / share)}%" in str(told)
 
@@ -117,23 +117,54 @@ def test_a_limit_counts_zero_and_precision_too() -> None:
     topology, layer = Topology([("pipe", 2), ("data", 8)]), WIDTH * WIDTH
     options: dict[str, Any] = {"boundaries": "auto", "example_args": (torch.randn(8, WIDTH),)}
     limit = 2 * 12 * layer
-    assert preview(topology, zero=1, memory_per_rank=limit, **options).fits
+    assert preview(topology, zero=1, hardware=Hardware(memory=limit), **options).fits
     for data, zero in ((8, 0), (1, 1)):  # 16 bytes a parameter
-        plan = preview(Topology([("pipe", 2), ("data", data)]), zero=zero, memory_per_rank=limit, **options)
+        plan = preview(Topology([("pipe", 2), ("data", data)]), zero=zero, hardware=Hardware(memory=limit), **options)
         assert (plan.fits, plan.memory) == (False, limit)
         assert max(rank.parameters + rank.gradients + rank.optimizer for rank in plan.ranks) == 2 * 16 * layer
         assert f"{max(rank.total for rank in plan.ranks) / limit:.0%}" in str(plan)
 
 
 def test_where_nothing_fits_compile_raises_and_preview_shows_the_nearest_plan() -> None:
-    options: dict[str, Any] = {"boundaries": "auto", "microbatches": 2, "memory_per_rank": 1000}
+    options: dict[str, Any] = {"boundaries": "auto", "microbatches": 2, "hardware": Hardware(memory=1000)}
     with pytest.raises(fxpipe.PartitionError, match=r"no balance fits into 1,000 bytes a rank; .* is [\d,]+ bytes"):
         fxpipe.compile(Layers(), ALONE, example_args=(torch.randn(ROWS, WIDTH),), **options)
     plan = preview(**options)
-    unlimited = preview(**options | {"memory_per_rank": None})
+    unlimited = preview(**options | {"hardware": None})
     most, fewest = (max(rank.total for rank in each.ranks) for each in (unlimited, plan))
     assert plan.fits is False
     assert fewest <= most
+
+
+def test_the_memory_of_a_gpu_that_is_named_is_the_limit() -> None:
+    """Of three layers a rank has two: 16 bytes a parameter, 34 GB, of 24 on an L4 and of 48 on an L40S."""
+    wide, width = Layers(), 2**15
+    for layer in wide.layers:
+        layer.weight = nn.Parameter(torch.empty(width, width, device="meta"))
+    options: dict[str, Any] = {"boundaries": "auto", "microbatches": 2}
+    example = (torch.empty(2, width, device="meta"),)
+    small, large = (preview(model=wide, hardware=name, example_args=example, **options) for name in ("l4", "l40s"))
+    assert [(each.fits, each.memory) for each in (small, large)] == [(False, 24e9), (True, 48e9)]
+    assert 2 * 16 * width**2 <= max(rank.total for rank in small.ranks) < 1.01 * 2 * 16 * width**2
+    assert "costs by shapes on l4" in str(small)  # of the nearest plan, too
+    with pytest.raises(fxpipe.PartitionError, match="no balance fits into 24,000,000,000 bytes a rank"):
+        fxpipe.compile(wide, ALONE, hardware="l4", example_args=example, **options)
+
+
+def test_a_limit_alone_gives_no_speeds() -> None:
+    """Cuts are those without hardware=, at the reference's speeds; the time of a step is of no device of the user's."""
+    plain, limited = (preview(boundaries="auto", hardware=each) for each in (None, Hardware(memory=80e9)))
+    assert limited.graph.names == plain.graph.names
+    assert limited.schedule == plain.schedule
+    assert (limited.fits, limited.seconds, limited.flops, limited.utilisation) == (True, None, None, None)
+    assert "costs by shapes on an A100 (hardware= has no speeds)" in str(limited)
+    assert 'the time of a step needs the speeds of hardware=, such as hardware="h100"' in str(limited)
+
+
+def test_a_figure_that_is_not_given_is_named_with_the_time_of_a_step() -> None:
+    told = preview(hardware=Hardware(flops=1e9))
+    assert told.seconds
+    assert "the hardware given (flops_16, bandwidth, link, link_between of an A100)" in str(told)
 
 
 class Buffered(Layers):
@@ -168,7 +199,7 @@ def test_searches_count_what_a_preview_does(
     made = Balanced.of
     monkeypatch.setattr(Balanced, "of", lambda *args: found.append(made(*args)) or found[-1])
     topology = Topology([("pipe", ranks), ("data", 4)])
-    told = preview(topology, Buffered(), zero=zero, precision=precision, memory_per_rank=1e9, **options)
+    told = preview(topology, Buffered(), zero=zero, precision=precision, hardware=Hardware(memory=1e9), **options)
     counted = [rank.total - rank.messages for rank in told.ranks]
     assert found[-1].outcome.peak_bytes == pytest.approx(counted)
     assert {rank.batch for rank in told.ranks} >= {(4 if precision is None else 4 + 2) * ROWS * WIDTH}
@@ -176,7 +207,9 @@ def test_searches_count_what_a_preview_does(
 
 def compiled(ranks: int, **options: Any) -> None:
     defaults: dict[str, Any] = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
-    fxpipe.compile(Buffered(), Topology([("pipe", ranks)]), **{"memory_per_rank": 1000.0} | defaults | options)
+    fxpipe.compile(
+        Buffered(), Topology([("pipe", ranks)]), **{"hardware": Hardware(memory=1000.0)} | defaults | options
+    )
 
 
 def test_a_limit_is_kept_where_each_rank_has_a_stage() -> None:
@@ -188,8 +221,8 @@ def test_a_limit_is_kept_where_each_rank_has_a_stage() -> None:
     ("options", "line"),
     [
         ({"placement": {"layers.0": 0, "last": 1, "end": 2}}, r"rank 2 of a pipeline takes [\d,]+ bytes"),
-        ({"example_args": None, "memory_per_rank": 1e9}, "memory_per_rank= is not looked at"),
-        ({"example_args": None}, r"takes [\d,]+ bytes without activations, memory_per_rank=1,000"),
+        ({"example_args": None, "hardware": "h100"}, "the memory of hardware=, 80,000,000,000 bytes, is not checked"),
+        ({"example_args": None}, r"takes [\d,]+ bytes without activations, and the memory of hardware= is 1,000 bytes"),
     ],
 )
 def test_a_line_tells_of_a_limit_that_nothing_keeps(
@@ -203,7 +236,7 @@ def test_a_limit_needs_no_figure_that_only_time_does() -> None:
     across = Topology([("data", 2), ("pipe", 2)], ranks_per_node=2)
     options = {"microbatches": MICROBATCHES, "example_args": (torch.randn(ROWS, WIDTH),)}
     with pytest.warns(UserWarning, match="data 2 of the topology is left out"):
-        fxpipe.compile(Layers(), across, hardware="l40s", memory_per_rank=1e9, **options)
+        fxpipe.compile(Layers(), across, hardware="l40s", **options)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
@@ -440,7 +473,7 @@ def test_more_messages_ask_the_topology_no_more(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_figures_are_plain_data_in_whole_bytes(tmp_path: Path) -> None:
-    told = preview(hardware="h100", memory_per_rank=np.float32(1e9))
+    told = preview(hardware=Hardware.named("h100", memory=np.float32(1e9)))
     told.to_json(tmp_path / "told.json")
     found = json.loads((tmp_path / "told.json").read_text())
     assert found == json.loads(json.dumps(told.as_dict()))
@@ -468,7 +501,6 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
     ("options", "told"),
     [
         ({"hardware": "h1000"}, "hardware is 'h1000'; write one of"),
-        ({"hardware": Hardware(flops=1.0)}, "hardware has no link, bytes a second, which a message between ranks"),
         ({"optimizer": "adamv"}, "optimizer is 'adamv', which torch.optim has not; did you mean"),
         ({"optimizer": "lbfgs"}, "torch.optim.LBFGS takes the parameters of the whole model as one vector"),
     ],
@@ -484,9 +516,10 @@ def test_an_optimizer_of_whole_parameters_has_no_shards_of_rows_to_step() -> Non
     assert preview(ALONE, optimizer="adafactor", zero=3).ranks[0].optimizer
 
 
-def test_a_link_between_nodes_is_needed_where_a_pipeline_crosses_them() -> None:
+@pytest.mark.parametrize("hardware", ["l40s", Hardware(link=1e9)])
+def test_a_link_between_nodes_is_needed_where_a_pipeline_crosses_them(hardware: Any) -> None:
     with pytest.raises(RunError, match="hardware has no link_between, bytes a second, which a message between nodes"):
-        preview(Topology([("pipe", 2)], ranks_per_node=1), hardware="l40s")
+        preview(Topology([("pipe", 2)], ranks_per_node=1), hardware=hardware)
 
 
 # --- the stages' seconds ---

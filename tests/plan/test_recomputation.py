@@ -55,7 +55,7 @@ NAMES = preview().graph.names
 
 def test_none_is_recomputed_by_default_or_where_all_fits() -> None:
     assert "recomputed" not in str(preview())
-    for options in ({}, {"recompute": ()}, {"recompute": "auto", "memory_per_rank": 1e9}):
+    for options in ({}, {"recompute": ()}, {"recompute": "auto", "hardware": "h100"}):
         assert again(preview(**options).schedule) == []
 
 
@@ -81,8 +81,8 @@ def test_stages_are_recomputed_by_name_and_those_without_a_backward_have_nothing
             fxpipe.RunError,
             "recompute is 'block1'; it is True, False, \"auto\" or",
         ),
-        ({"recompute": "auto"}, fxpipe.RunError, "memory_per_rank=, which is not given"),
-        ({"recompute": "auto", "memory_per_rank": 1e9, "example_args": None}, fxpipe.ScheduleError, "example_args="),
+        ({"recompute": "auto"}, fxpipe.RunError, "the memory of hardware=, which is not given"),
+        ({"recompute": "auto", "hardware": "h100", "example_args": None}, fxpipe.ScheduleError, "example_args="),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -92,7 +92,7 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], error: type[Ex
 
 
 def test_where_nothing_fits_the_nearest_plan_is_shown() -> None:
-    plan = preview(recompute="auto", memory_per_rank=1e3)
+    plan = preview(recompute="auto", hardware=fxpipe.Hardware(memory=1e3))
     assert (plan.fits, plan.memory) == (False, 1e3)
     assert max(most_bytes(plan)) <= max(most_bytes(preview(recompute=())))
 
@@ -127,7 +127,7 @@ def test_only_ranks_that_are_too_full_are_recomputed() -> None:
     assert held == sorted(held, reverse=True)
     own = 16.0 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
     limit = held[2] * 2**20 + own + 4 * 8192 * WIDTH + 2000
-    plan = preview(model, recompute="auto", memory_per_rank=limit)
+    plan = preview(model, recompute="auto", hardware=fxpipe.Hardware(memory=limit))
     assert again(plan.schedule) == [0, 1]
 
 
@@ -147,7 +147,7 @@ def test_auto_is_no_slower_than_any_choice_that_fits() -> None:
     least, most = peak(every[-1]), peak(every[0])
     room = least + 0.35 * (most - least)
     fitting = [again(plan.schedule) for plan in every if peak(plan) <= room]
-    chosen = preview(Blocks(widths), recompute="auto", memory_per_rank=room + 2000, **options)
+    chosen = preview(Blocks(widths), recompute="auto", hardware=fxpipe.Hardware(memory=room + 2000), **options)
     assert peak(chosen) <= room + 2000
     assert len(again(chosen.schedule)) == min(map(len, fitting))
     assert all(makespan(chosen) <= makespan(plan) * 1.001 for plan in every if again(plan.schedule) in fitting)
@@ -165,8 +165,8 @@ def test_a_placement_that_fits_only_with_recomputation_is_found() -> None:
     own = 16.0 * sum(parameter.numel() for parameter in model.parameters()) / 2
     most = max(most_bytes(preview(model, recompute=(), **options))) * 2**20
     room = own + most / 2
-    assert preview(model, memory_per_rank=room, **options).fits is False
-    plan = preview(model, memory_per_rank=room, recompute="auto", **options)
+    assert preview(model, hardware=fxpipe.Hardware(memory=room), **options).fits is False
+    plan = preview(model, hardware=fxpipe.Hardware(memory=room), recompute="auto", **options)
     assert again(plan.schedule)
     assert max(most_bytes(plan)) * 2**20 + own <= room * 1.01
 

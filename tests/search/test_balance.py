@@ -311,9 +311,9 @@ def test_where_nothing_fits_the_least_that_was_found_is_told() -> None:
     with pytest.raises(
         PartitionError, match=r"no balance fits into 1,000 bytes a rank; the least .* [\d,]+ bytes"
     ) as e:
-        balanced(Chain(6), 3, memory_per_rank=1000)
+        balanced(Chain(6), 3, memory=1000)
     least = float(str(e.value).split("take is ")[1].split(" bytes")[0].replace(",", ""))
-    assert max(balanced(Chain(6), 3, memory_per_rank=least + 1).outcome.peak_bytes) <= least + 1
+    assert max(balanced(Chain(6), 3, memory=least + 1).outcome.peak_bytes) <= least + 1
 
 
 # --- given stages ---
@@ -715,7 +715,7 @@ def test_it_is_not_where_it_writes_a_buffer_or_memory_is_short() -> None:
     }
     model = Lens(4, nn.Identity())
     room = max(balanced(model, 2).outcome.peak_bytes)
-    assert max(balanced(model, 2, several=True, memory_per_rank=room).outcome.peak_bytes) <= room
+    assert max(balanced(model, 2, several=True, memory=room).outcome.peak_bytes) <= room
 
 
 def test_given_stages_are_on_all_ranks_likewise() -> None:
@@ -727,7 +727,7 @@ def test_given_stages_are_on_all_ranks_likewise() -> None:
             return y.square().mean()
 
     model = Given(4, nn.Identity())
-    found, _ = given_stages(model, 2, several=True, memory_per_rank=1e9)
+    found, _ = given_stages(model, 2, several=True, memory=1e9)
     assert found.placement[0] == (0, 1)
     found, _ = given_stages(model, 2, several=True)  # nobody has said how much a rank may hold
     assert all(isinstance(place, int) for place in found.placement)

@@ -245,7 +245,10 @@ def _trained(tracer: str, options: dict[str, Any]) -> tuple[Run, list[str]]:
 
 @pytest.mark.parametrize(
     ("engine", "tracer", "options"),
-    [("distributed", "export", {}), ("local", "symbolic", {"memory_per_rank": 1e6, "schedule": "zb_h1"})],
+    [
+        ("distributed", "export", {}),
+        ("local", "symbolic", {"hardware": fxpipe.Hardware(memory=1e6), "schedule": "zb_h1"}),
+    ],
 )
 def test_cuts_found_around_regions_train_as_plain_pytorch(
     engine: str, tracer: str, options: dict[str, Any], engines: Engines

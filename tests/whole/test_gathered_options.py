@@ -104,8 +104,10 @@ def test_a_limit_of_memory_counts_all_micro_batches_of_a_group() -> None:
     four matrices of all pairs of the 480 rows, 3,686,400 bytes."""
     options: dict[str, Any] = {"microbatches": 12, "example_args": batch(480), "schedule": "store_all"}
     with pytest.raises(fxpipe.FxpipeError, match="no balance fits into 3,600,000 bytes"):
-        fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), memory_per_rank=3_600_000, **options)
-    fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), memory_per_rank=4_000_000, **options)
+        fxpipe.compile(
+            model(Contrastive), Topology([("pipe", 2)]), hardware=fxpipe.Hardware(memory=3_600_000), **options
+        )
+    fxpipe.compile(model(Contrastive), Topology([("pipe", 2)]), hardware=fxpipe.Hardware(memory=4_000_000), **options)
 
 
 # --- weights ---
