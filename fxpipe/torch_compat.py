@@ -213,6 +213,10 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def is_view_of_parameter(tensor: Tensor) -> bool:
+    return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
+
+
 def version_of(tensor: Tensor) -> int:
     """The number of in-place writes to a tensor; 0 for inference tensors, which do not count writes."""
     return 0 if tensor.is_inference() else tensor._version
