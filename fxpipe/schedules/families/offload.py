@@ -184,9 +184,9 @@ class _Walk:
         half = _half(action)
         return self._costs.held(action, half in self._recomputed) if half in self._use else 0.0
 
-    def _copy(self, half: Half) -> _Copy:
+    def _copy(self, half: Half) -> _OutCopy:
         forward = self._forward[half]
-        return _Copy(self._plan.spans[forward].end, self._scale * self._costs.copied(forward))
+        return _OutCopy(self._plan.spans[forward].end, self._scale * self._costs.copied(forward))
 
     def _due(self, cell: int) -> list[Half]:
         """The micro-batches whose copy back must begin before the next action, in the order of their backwards."""
@@ -201,7 +201,7 @@ class _Walk:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _OutCopy:
     """A copy to the host: ``ready``, when it may begin, at the end of its F; and the time that it takes."""
 
     ready: float
@@ -212,12 +212,12 @@ class _OutLane:
     """The copies to the host that a walk decided on, in the order in which the lane runs them: that of their F's."""
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []
+        self._copies: list[_OutCopy] = []
         self._ends: list[float] = []
         self._wanted: list[float] = []
         """When the O of each copy runs in the plan; a later copy must not delay it."""
 
-    def end_of(self, copy: _Copy) -> float:
+    def end_of(self, copy: _OutCopy) -> float:
         """Returns when one more copy would end; infinite if it would delay another copy beyond that copy's O."""
         place = self._place(copy)
         end = free = self._after(place, copy)
@@ -229,7 +229,7 @@ class _OutLane:
                 return math.inf
         return end
 
-    def insert(self, copy: _Copy, wanted: float) -> None:
+    def insert(self, copy: _OutCopy, wanted: float) -> None:
         place = self._place(copy)
         self._copies.insert(place, copy)
         self._wanted.insert(place, wanted)
@@ -237,10 +237,10 @@ class _OutLane:
         for cell in range(place, len(self._copies)):
             self._ends[cell] = self._after(cell, self._copies[cell])
 
-    def _place(self, copy: _Copy) -> int:
+    def _place(self, copy: _OutCopy) -> int:
         return bisect(self._copies, copy.ready, key=lambda other: other.ready)
 
-    def _after(self, place: int, copy: _Copy) -> float:
+    def _after(self, place: int, copy: _OutCopy) -> float:
         return max(self._ends[place - 1] if place else 0.0, copy.ready) + copy.time
 
 
