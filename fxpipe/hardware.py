@@ -53,6 +53,10 @@ class Hardware:
     """Bytes per second between nodes, one way, for each rank."""
     memory: float | None = None
     """Bytes of the device's memory."""
+    host_link: float | None = None
+    """Bytes per second between the device and the host's memory, one way, while all ranks of a node copy."""
+    host_memory: float | None = None
+    """Bytes of the host's memory on a node, which the ranks of the node share."""
     reached: float = 1.0
     """The fraction of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
     launch: float = 4e-6
@@ -162,12 +166,17 @@ class Hardware:
             return self.figure("link_between", "a message between nodes")
         return self.figure("link", "a message between ranks")
 
+    def copy(self, size: float) -> float:
+        """Seconds that a copy of ``size`` bytes to the host takes, and a copy back."""
+        link = REFERENCE.host_link if self.host_link is None else self.host_link
+        return self.launch + size / (link or 1.0) if size else 0.0
+
     def hop(self, size: float) -> float:
         """Seconds that a message of ``size`` bytes takes to another pipe rank of the node."""
         return self.latency + size / self.wire(crosses=False)
 
 
-REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
+REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9, host_link=20e9)
 """The default of ``hardware=`` for costs: figures that an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
 
 A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
@@ -178,6 +187,8 @@ _UNITS = {
     **dict.fromkeys(("flops", "flops_16"), "operations a second"),
     **dict.fromkeys(("bandwidth", "link", "link_between"), "bytes a second"),
     "memory": "bytes",
+    "host_link": "bytes a second",
+    "host_memory": "bytes",
     "reached": "a part",
     **dict.fromkeys(("launch", "latency"), "seconds"),
 }

@@ -156,8 +156,8 @@ class Costs:
         return replace(self, forward=tuple(forwards), backward=tuple(backwards), weight=tuple(weights))
 
     def or_else(self, other: Costs) -> Costs:
-        """Returns these costs; each byte count that is None here is taken from ``other``."""
-        missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
+        """Returns these costs; byte counts and times of copies that are None here are taken from ``other``."""
+        missing = {name: getattr(other, name) for name in (*_BYTES, "copy") if getattr(self, name) is None}
         return replace(self, **missing)
 
     @property

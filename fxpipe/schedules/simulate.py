@@ -252,6 +252,20 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def peak_host_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Returns, per rank, the most bytes of activations in the host's memory: each offloaded micro-batch has a buffer
+    there from its F, when its copy begins, to its backward."""
+    offloaded, peaks = schedule.dependencies.offloaded, []
+    for row in schedule.rows:
+        now = peak = 0.0
+        for action in row:
+            if action.kind.messages is not None and (action.stage, action.microbatch) in offloaded:
+                now += costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
+                peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
 def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
     """Returns, per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
 

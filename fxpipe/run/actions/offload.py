@@ -125,7 +125,7 @@ class Offloaded:
         """Notes a tensor whose memory will leave; returns None for a tensor that stays."""
         if not _is_plain(tensor) or tensor.device != self.copies.device:
             return None
-        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         width = tensor.element_size()
         last = sum((count - 1) * step for count, step in zip(size, stride, strict=True))
         begin, end = offset * width, (offset + last + 1) * width

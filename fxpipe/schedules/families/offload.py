@@ -89,6 +89,31 @@ def least_bytes(schedule: Schedule, costs: Costs, stages: Collection[int]) -> Sc
     return best
 
 
+def least_rooms(schedule: Schedule, costs: Costs, stages: Collection[int]) -> tuple[float, ...]:
+    """Returns, per rank, the least room for which ``within_rooms`` finds a table: the bytes that an action needs while
+    all other micro-batches of these stages are away."""
+    rooms, recomputed = [], schedule.dependencies.recomputed
+    for row in schedule.rows:
+        stays = least = 0.0
+        for action in row:
+            if not schedule.backward[action.stage]:
+                continue
+            half = _half(action)
+            change = costs.held(action, half in recomputed)
+            if action.stage in stages and half not in recomputed and action.kind.messages is not None:
+                # Only at its F, and at its backward, is the micro-batch here; between these, what its O keeps.
+                away = costs.held(action._replace(kind=Kind.O))
+                is_forward = action.kind.messages is FORWARD
+                least = max(least, stays + (change if is_forward else -away + costs.beside(action)))
+                stays += change + away if is_forward else change - away
+            else:
+                least = max(least, stays + costs.beside(action))
+                stays += change
+            least = max(least, stays)
+        rooms.append(least)
+    return tuple(rooms)
+
+
 def with_offload(rows: Sequence[Sequence[Action]], problem: Problem) -> tuple[Row, ...]:
     """Returns a family's rows with O's and P's at the stages that ``problem.offload`` marks.
 
@@ -141,7 +166,7 @@ class _Walk:
                 if not self._makes_room(self._taken_by(Kind.P, half), cell, now, late=True):
                     return None
                 self._moves(Kind.P, half)
-            grows = max(self._change(action), 0.0)
+            grows = max(self._change(action), self._costs.beside(action) if half in self._use else 0.0, 0.0)
             for other in self._due(cell):
                 if not self._makes_room(self._taken_by(Kind.P, other) + grows, self._use[other], now, late=False):
                     break
