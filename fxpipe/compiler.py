@@ -76,6 +76,7 @@ def compile(
     precision: Precision | None = None,
     loss_weight: Callable[..., Any] | None = None,
     recompute: Recompute = False,
+    offload: Recompute = False,
     hardware: Hardware | str | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     checkpoint: str | os.PathLike[str] | Weights | None = None,
@@ -121,9 +122,12 @@ def compile(
             backward. A list of names; True: all stages but those whose backward follows their forward at once; "auto":
             as few as fit the memory of ``hardware``. The model's own checkpoints keep their activations in the second
             run, so nothing runs a third time. ``preview`` prints the bytes that this saves.
+        offload: whether activations wait in the host's memory for their backward. True: wherever this saves memory and
+            a step takes at most 0.1 % longer. A list: the names of stages whose activations may. "auto": as few as fit
+            the memory of ``hardware``; with ``recompute="auto"`` each stage keeps, recomputes or offloads.
         hardware: a GPU's name, such as "h100", or ``fxpipe.Hardware(memory=80e9)``: the costs that balance and
-            ``preview`` use, and its memory is the limit, in bytes, for "auto", ``placement=None`` and
-            ``recompute="auto"``.
+            ``preview`` use, and its memory is the limit, in bytes, for "auto", ``placement=None``,
+            ``recompute="auto"`` and ``offload="auto"``.
         init_fn: called with each submodule of this rank that holds parameters or buffers on the meta device, once these
             have memory. The seed depends on the submodule's name, so that values depend on no placement.
         checkpoint: a file or folder, safetensors or torch's; this rank reads its own part.
@@ -184,6 +188,7 @@ def preview(
     precision: Precision | None = None,
     optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
     recompute: Recompute = False,
+    offload: Recompute = False,
     hardware: Hardware | str | None = None,
     passes: Sequence[Pass] | None = None,
     parallelize: Callable[..., None] | None = None,

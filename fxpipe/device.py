@@ -102,3 +102,61 @@ ATTENTION = {f"torch.backends.cuda.{name}()": getattr(torch.backends.cuda, name)
 """Source text of a call that asks whether torch may choose a kernel of attention → the function."""
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
+
+
+class HostCopies:
+    """Copies between a device and the host's pinned memory, on a stream of their own each way.
+
+    The host waits for no copy. On the CPU they are plain copies to other memory, which save nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._is_beside = device, is_accelerator(device)
+        self._unused: dict[int, list[Tensor]] = {}  # bytes → buffers of pinned memory
+        self.least = 2**16 if self._is_beside else 0
+        """The fewest bytes of a tensor that are worth a copy."""
+
+    @functools.cached_property
+    def _to_host(self) -> torch.Stream:
+        return torch.Stream(self.device)
+
+    @functools.cached_property
+    def _to_device(self) -> torch.Stream:
+        return torch.Stream(self.device)
+
+    def out(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+        """Starts copies to the host. After the event, the memory of the sources may be freed."""
+        hosts = [self._buffer(source.numel()) for source in sources]
+        return hosts, self._copied(hosts, sources, to_host=True)
+
+    def back(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
+        """Starts copies to new memory of the device. After the event, the memory may be used."""
+        there = [torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts]
+        return there, self._copied(there, hosts, to_host=False)
+
+    def _copied(self, targets: Sequence[Tensor], sources: Sequence[Tensor], to_host: bool) -> torch.Event | None:
+        if not self._is_beside:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        # The rank's stream has made the sources, and has ended with what had the targets' memory before.
+        stream = self._to_host if to_host else self._to_device
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Lets the device's current stream wait for copies."""
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def reuse(self, hosts: Iterable[Tensor]) -> None:
+        """Takes buffers back whose copies to the device the device's current stream has waited for."""
+        for host in hosts:
+            self._unused.setdefault(host.numel(), []).append(host)
+
+    def _buffer(self, size: int) -> Tensor:
+        unused = self._unused.get(size)
+        return unused.pop() if unused else torch.empty(size, dtype=torch.uint8, pin_memory=self._is_beside)

@@ -54,6 +54,10 @@ class Hardware:
     """Bytes per second between nodes, one way, for each rank."""
     memory: float | None = None
     """The most bytes that a plan may keep on a rank: the device's memory, or less of it."""
+    host_link: float | None = None
+    """Bytes per second between the device and the host's memory, one way, while all ranks of a node copy."""
+    host_memory: float | None = None
+    """Bytes of the host's memory on a node, which the ranks of the node share."""
     reached: float = 1.0
     """The fraction of ``flops``, ``flops_16`` and ``bandwidth`` that programs reach: of a data sheet's about a half."""
     launch: float = 4e-6
@@ -93,7 +97,7 @@ class Hardware:
                 "flops_16=..., bandwidth=..., link=..., link_between=...)"
             )
         # A sheet's figures are in the order of the fields.
-        columns = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9), strict=False)
+        columns = zip(_UNITS, _SHEETS[key], (1e12, 1e12, 1e9, 1e9, 1e9, 1e9, 1e9), strict=False)
         sheet: dict[str, Any] = {column: unit * figure for column, figure, unit in columns if figure is not None}
         return Hardware(**{"reached": 0.5} | sheet | figures)
 
@@ -156,7 +160,8 @@ class Hardware:
     @property
     def completed(self) -> Hardware:
         """The hardware with ``REFERENCE``'s speeds for its missing speeds."""
-        return replace(self, **{name: getattr(REFERENCE, name) for name in self.missing})
+        names = [*self.missing, *["host_link"] * (self.host_link is None)]
+        return replace(self, **{name: getattr(REFERENCE, name) for name in names})
 
     @property
     def source(self) -> str:
@@ -194,6 +199,10 @@ class Hardware:
             return self.figure("link_between", "a message between nodes")
         return self.figure("link", "a message between ranks")
 
+    def copy(self, size: float) -> float:
+        """Seconds that a copy of ``size`` bytes to the host takes, and a copy back."""
+        return self.launch + size / self.figure("host_link", "a copy to the host") if size else 0.0
+
     def hop(self, size: float) -> float:
         """Seconds that a message of ``size`` bytes takes to another pipe rank of the node."""
         return self.latency + size / self.wire(crosses=False)
@@ -206,31 +215,34 @@ _UNITS = {
     **dict.fromkeys(SPEEDS[:2], "operations a second"),
     **dict.fromkeys(SPEEDS[2:], "bytes a second"),
     "memory": "bytes",
+    "host_link": "bytes a second",
+    "host_memory": "bytes",
     "reached": "a part",
     **dict.fromkeys(("launch", "latency"), "seconds"),
 }
 
-REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9)
+REFERENCE = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=20e9, link_between=20e9, host_link=20e9)
 """The speeds of hardware that gives none: figures that an NVIDIA A100 reaches in practice, and a 200 Gbit/s network.
 
 A balance depends only on the figures' ratios: on other hardware with similar ratios, the cut is the same.
 """
 
-_SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float]] = {
-    "v100": (15.7, 125, 900, 150, 6.25, 32),
-    "a100": (156, 312, 2039, 300, 25, 80),
-    "a10040gb": (156, 312, 1555, 300, 25, 40),
-    "h100": (494.5, 989, 3350, 450, 50, 80),
-    "h200": (494.5, 989, 4800, 450, 50, 141),
-    "b200": (1125, 2250, 8000, 900, 50, 180),
-    "l40s": (183, 362, 864, 32, None, 48),
-    "l4": (60.5, 121, 300, 32, None, 24),
-    "rtx4090": (82.6, 165.2, 1008, 32, None, 24),
-    "mi300x": (653.7, 1307.4, 5300, 448, 50, 192),
+_SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float, float]] = {
+    "v100": (15.7, 125, 900, 150, 6.25, 32, 16),
+    "a100": (156, 312, 2039, 300, 25, 80, 32),
+    "a10040gb": (156, 312, 1555, 300, 25, 40, 32),
+    "h100": (494.5, 989, 3350, 450, 50, 80, 64),
+    "h200": (494.5, 989, 4800, 450, 50, 141, 64),
+    "b200": (1125, 2250, 8000, 900, 50, 180, 64),
+    "l40s": (183, 362, 864, 32, None, 48, 32),
+    "l4": (60.5, 121, 300, 32, None, 24, 32),
+    "rtx4090": (82.6, 165.2, 1008, 32, None, 24, 32),
+    "mi300x": (653.7, 1307.4, 5300, 448, 50, 192, 64),
 }
 """Name → 10^12 operations a second in TF32 (V100: float32) and in bfloat16 (V100: float16), dense; 10^9 bytes a second
 of memory, to neighbours one way (NVLink, Infinity Fabric; else PCIe), and of the GPU's share of a node's network;
-10^9 bytes of memory. From the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
+10^9 bytes of memory; 10^9 bytes a second over PCIe to the host, one way (16 lanes of PCIe 3: 16, 4: 32, 5: 64). From
+the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
 L40S, L4, GeForce RTX 4090, Instinct MI300X. Networks: DGX-1 4 × 100 Gbit/s, DGX A100 8 × 200, DGX H100, H200, B200 and
 MI300X's platform 8 × 400.
 """

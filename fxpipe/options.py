@@ -55,6 +55,7 @@ class Options:
     precision: Precision | None = None
     loss_weight: Callable[..., Any] | None = None
     recompute: Recompute = False
+    offload: Recompute = False
     hardware: Hardware | str | None = None
     init_fn: Callable[..., Any] | None = None
     checkpoint: Any = None
@@ -70,14 +71,15 @@ class Options:
             if value is not field.default:
                 check(RunError, _KINDS, **{field.name: value})
         check_counted(self.batch_dim)
-        if not isinstance(self.recompute, str):
-            names = self.recompute
-            object.__setattr__(self, "recompute", bool(names) if is_flag(names) else tuple(cast(Sequence[str], names)))
-        if self.device.memory is None and self.recompute == AUTO:
-            raise RunError(
-                'recompute="auto" recomputes as little as fits the memory of hardware=, which is not given; write '
-                'hardware="h100", hardware=fxpipe.Hardware(memory=40e9), in bytes, or recompute=True'
-            )
+        for option, does in (("recompute", "recomputes"), ("offload", "offloads")):
+            if not isinstance(names := getattr(self, option), str):
+                object.__setattr__(self, option, bool(names) if is_flag(names) else tuple(cast(Sequence[str], names)))
+            if self.device.memory is None and names == AUTO:
+                raise RunError(
+                    f'{option}="auto" {does} as little as fits the memory of hardware=, which is not given; write '
+                    f'hardware="h100", hardware=fxpipe.Hardware(memory=40e9), in bytes, or {option}=True'
+                )
+        self._check_both()
         if self.parallelize is not None:
             self._check_parallelize()
 
@@ -120,6 +122,18 @@ class Options:
         name and line, without their closures; ranks compare the resulting programs later."""
         names = [field.name for field in fields(self) if field.name not in _OF_ONE_RANK]
         return {name: describe_value(getattr(self, name)) for name in names}
+
+    def _check_both(self) -> None:
+        """RunError if recompute= and offload= mark the same stages."""
+        again, host = self.recompute, self.offload
+        if again is True and host is True:
+            raise RunError(
+                "recompute=True and offload=True both take all stages; name the stages of one of them, or write "
+                '"auto" for both'
+            )
+        both = sorted(set(again) & set(host)) if isinstance(again, tuple) and isinstance(host, tuple) else ()
+        if both:
+            raise RunError(f"stage {both[0]!r} is in recompute= and in offload=; leave out one of them")
 
     def _check_parallelize(self) -> None:
         if self.sharding.level == 3:
@@ -172,6 +186,10 @@ _KINDS: Mapping[str, Expected] = {
     ),
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
     "recompute": Expected(
+        lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
+        'True, False, "auto" or a list of stage names',
+    ),
+    "offload": Expected(
         lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
         'True, False, "auto" or a list of stage names',
     ),

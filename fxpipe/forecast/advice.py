@@ -60,7 +60,7 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
     if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
-        anew = replace(planning, captures=planning.captures.without_search(), plans={}, again=None)
+        anew = replace(planning, captures=planning.captures.without_search(), plans={}, marks=None)
         table = choose_table(anew, replace(graph, placement=best.layout.rank_of), planning.shown)
         planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)

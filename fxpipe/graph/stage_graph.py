@@ -181,6 +181,8 @@ class StageGraph(Tabular):
     """The origin of the graph: the tracer, or the user's callables."""
     recomputed: frozenset[str] = frozenset()
     """The names of the stages whose forward runs again for their backward."""
+    offloaded: frozenset[str] = frozenset()
+    """The names of the stages whose activations wait in the host's memory for their backward."""
     labels: str = ""
     """A text that says whether the batch's labels are counted."""
     written: frozenset[str] = frozenset()
@@ -327,8 +329,11 @@ class StageGraph(Tabular):
         timed = [] if work is None else [f"F and B of a micro-batch: {work.source}", *work.idle]
         unnamed = [f"{stage.name} begins with {stage.begins}" for stage in self.stages if stage.begins]
         runs = [f"{s.name} runs once for {_size(s.gathered)}" for s in self.stages if s.gathered is not None]
-        again = ", ".join(name for name in self.names if name in self.recomputed)
-        notes = [again and f"recomputed: {again}", self.origin and f"captured by {self.origin}", self.labels]
+        marks = (("recomputed", self.recomputed), ("offloaded", self.offloaded))
+        marked = [
+            f"{what}: {', '.join(name for name in self.names if name in those)}" for what, those in marks if those
+        ]
+        notes = [*marked, self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
         return printable("\n".join([grid, *timed, *unnamed, *runs, *filter(None, notes), *halves]))
 

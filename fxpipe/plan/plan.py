@@ -16,6 +16,7 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
 from fxpipe.plain_data import digest_of
+from fxpipe.plan.activations import Kept
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import Step
@@ -114,8 +115,8 @@ class Planned:
     plans: Mapping[Pattern, Plan] = field(default_factory=dict)
     shown: Pattern | None = None
     """The pattern of the first plan, with its shapes."""
-    again: frozenset[str] | None = None
-    """The names of the recomputed stages, if they were chosen before the first plan."""
+    marks: Mapping[str, Kept] | None = None
+    """How each stage's activations reach its backward, by the stages' names, if chosen before the first plan."""
 
     @property
     def first(self) -> Plan:

@@ -31,6 +31,7 @@ from fxpipe.graph.stage_work import in_ms
 from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
+from fxpipe.plan.activations import choice_of
 from fxpipe.plan.placement import check_hooks, check_replicas, check_replicated, place_stages
 from fxpipe.plan.plan import Plan, Planned, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
@@ -266,7 +267,7 @@ class PlanState(Planned):
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
         options = replace(self.options, schedule=family)
-        state = replace(self, options=options, again=self.first.graph.recomputed, plans={})
+        state = replace(self, options=options, marks=choice_of(self.first.schedule), plans={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.plans.items():
@@ -337,8 +338,11 @@ class PlanState(Planned):
         order = prove(schedule, instructions, graph.edges)
         if pattern.training:
             graphs = self._in_halves(graphs, schedule)
-        again = frozenset(graph.names[stage] for stage, _ in schedule.dependencies.recomputed)
-        graphs = each_once(graphs, lambda each: replace(each, recomputed=again))
+        again, host = (
+            frozenset(graph.names[stage] for stage, _ in halves)
+            for halves in (schedule.dependencies.recomputed, schedule.dependencies.offloaded)
+        )
+        graphs = each_once(graphs, lambda each: replace(each, recomputed=again, offloaded=host))
         return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:

@@ -1,37 +1,45 @@
 """Tables: chooses the table of a plan: the user's own, a table that a family makes, or the table of an earlier plan.
 
-With ``recompute=``, also decides which stages run their forward again, by the bytes that this saves.
+With ``recompute=`` or ``offload=``, ``activations`` decides how the stages' activations reach their backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from operator import itemgetter
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fxpipe.batch.pattern import Pattern
-from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
+from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import AUTO, Options
+from fxpipe.plan.activations import (
+    AGAIN,
+    HOST,
+    KEEP,
+    Choice,
+    Make,
+    choice_of,
+    marked,
+    named_choice,
+    no_costs,
+    rooms_of,
+    searched_choice,
+)
 from fxpipe.plan.plan import Plan, Planned
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
 from fxpipe.schedules.families.solve import worthwhile
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.schedules.simulate import peak_bytes, peak_host_bytes
 from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:
     from fxpipe.search.simulated_layouts import Staged
-
-Marked = tuple[bool, ...]
-"""Whether each stage is recomputed."""
-Make = Callable[[Marked], Schedule]
-"""Makes the table in which these stages are recomputed."""
 
 
 def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
@@ -45,11 +53,14 @@ def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Sched
         return _given(options, graph, pattern.microbatches, tied)
     make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
-        return make((False,) * len(graph))
-    recomputed = planned.again if first is None else first.graph.recomputed
-    if recomputed is not None:
-        return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
-    return make(_recomputed(planned, graph, pattern, make))
+        return make((KEEP,) * len(graph), None)
+    marks = planned.marks if first is None else choice_of(first.schedule)
+    if marks is not None:
+        choice = tuple(marks.get(stage.name, KEEP) if stage.has_backward else KEEP for stage in graph)
+    else:
+        choice = _choice(planned, graph, pattern, make)
+    work = None if AUTO not in (options.recompute, options.offload) else _work(planned, graph, pattern)
+    return make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
 
 
 def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
@@ -58,8 +69,7 @@ def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
     family = with_costs("1f1b" if isinstance(table, Schedule) else table)
 
     def costs_by_shapes() -> Costs | None:
-        shaped = pattern if pattern.shapes else planned.shown or pattern
-        work = planned.captures.stage_work(shaped, graph.placement)
+        work = _work(planned, graph, pattern)
         return None if work is None else work.costs_with((bool(planned.options.recompute),) * len(graph))
 
     costs = family.costs
@@ -67,8 +77,8 @@ def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
         costs = planned.first.schedule.costs
     elif costs is None and planned.captures.searched is not None:
         costs = planned.captures.searched.outcome.costs
-    elif costs is None and replicated(graph.placement):
-        # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
+    elif costs is None and (replicated(graph.placement) or planned.options.offload):
+        # Only true costs show idle time, which a stage on several ranks fills, and the time of copies to the host.
         costs = costs_by_shapes()
     if family.memory is not None and not _tells_bytes(costs) and (known := costs_by_shapes()) is not None:
         costs = known if costs is None else costs.or_else(known)
@@ -83,11 +93,12 @@ def _tells_bytes(costs: Costs | None) -> bool:
 def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]) -> Schedule:
     """The user's own table, checked and completed for this graph."""
     table: Schedule = options.schedule
-    if options.recompute:
-        raise ScheduleError(
-            "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
-            "name a family"
-        )
+    for wanted, option, what in (
+        (options.recompute, "recompute", "recomputed, by its cells R (as 0R3)"),
+        (options.offload, "offload", "offloaded, by its cells O and P (as 0O3 and 0P3)"),
+    ):
+        if wanted:
+            raise ScheduleError(f"the schedule given says itself what is {what}; leave {option}= out, or name a family")
     if table.microbatches != microbatches:
         raise ScheduleError(
             f"the schedule is for {table.microbatches} micro-batches, the batch has {microbatches}; "
@@ -106,48 +117,55 @@ def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[t
     return schedule
 
 
-def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
-    """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
-    wanted = planned.options.recompute
-    if isinstance(wanted, tuple):
-        for name in wanted:
-            if name not in graph.names:
-                raise PartitionError(
-                    f"recompute names stage {name!r}, which does not exist{nearest(name, graph.names)}"
-                )
-        return tuple(stage.has_backward and stage.name in wanted for stage in graph)
-    if wanted != AUTO:
-        return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
-    work = planned.captures.stage_work(pattern, graph.placement)
-    if work is None:
-        raise ScheduleError(
-            'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
-            "will be passed in calls; for stages of your own, name them: recompute=[...]"
-        )
-    return _fewest(graph, make, work, planned.options.device.memory or 0.0)
+def _choice(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Choice:
+    """How each stage's activations reach its backward; stages without a backward keep none."""
+    options = planned.options
+    is_auto = AUTO in (options.recompute, options.offload)
+    work = _work(planned, graph, pattern) if is_auto or options.offload is True else None
+    if work is None and (is_auto or options.offload is True):
+        raise no_costs('recompute="auto"' if options.recompute == AUTO else f"offload={options.offload!r}")
+    if work is not None and is_auto:
+        return searched_choice(options, graph, make, work, options.device.memory or 0.0)
+    keep = (KEEP,) * len(graph)
+    return named_choice(options, graph, lambda: worthwhile(make(keep, None)))
+
+
+def _work(planned: Planned, graph: StageGraph, pattern: Pattern) -> Staged | None:
+    """The stages' costs by the shapes of a pattern, or of the first plan's; None if they are not known."""
+    shaped = pattern if pattern.shapes else planned.shown or pattern
+    return planned.captures.stage_work(shaped, graph.placement)
 
 
 def saving(planned: Planned, work: Staged | None) -> str:
-    """The savings and costs of recomputation in the first plan, against the table without it, in words; empty if it is
-    off."""
-    if planned.options.recompute is False:
+    """The savings and costs of recomputation and offload in the first plan, against the table without them, in words;
+    empty if both are off."""
+    if planned.options.recompute is planned.options.offload is False:
         return ""
     assert planned.shown is not None
     graph, table = planned.first.graph, planned.first.schedule
-    none = (False,) * len(graph)
-    without = _made(_family(planned, graph, planned.shown), graph, table.microbatches, table.tied, none)
-    again = {stage for stage, _ in table.dependencies.recomputed}
-    # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
-    names = [stage.name for stage in graph if stage.index in again]
-    lines = [f"recomputed: {', '.join(names) or 'no stage'}"]
-    flags = tuple(stage.index in again for stage in graph)
+    family, keep = _family(planned, graph, planned.shown), (KEEP,) * len(graph)
+    without = _made(family, graph, table.microbatches, table.tied, keep, None)
+    # The stages, each rank's peak bytes and the makespan, compared with the same family's table without R, O and P.
+    marks = choice_of(table)
+    lines = [
+        f"{kind.value}: {', '.join(name for name, mark in marks.items() if mark is kind) or 'no stage'}"
+        for kind, option in ((AGAIN, planned.options.recompute), (HOST, planned.options.offload))
+        if option is not False
+    ]
     costs = (lambda flags: None) if work is None else work.costs_with
+    none, flags = marked(keep, AGAIN), marked(tuple(marks.values()), AGAIN)
     before, after = without.planned(costs(none)), table.planned(costs(flags))
     if work is not None:
         peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
         pairs = enumerate(zip(*peaks, strict=True))
         sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
         lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
+    if work is not None and planned.options.offload is not False:
+        there = (f"rank {rank} {_mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
+        copies = {copy.action.stage: in_ms(copy.end - copy.start) for copy in after.copies}
+        lines.append(f"in the host's memory at their peak, MiB: {', '.join(there)}")
+        times = (f"{graph.names[stage]} {copies[stage]}" for stage in sorted(copies))
+        lines.append(f"a copy of a micro-batch to the host, ms: {', '.join(times) or 'none'}")
     longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
     lines.append(f"makespan {longer:+.1%}" + (", at costs by shapes" if work is not None else ", at B = 2 F"))
     return "\n".join(lines)
@@ -161,62 +179,26 @@ def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:
 
 
 def _made(
-    family: Limited, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...], recompute: Marked
+    family: Limited,
+    graph: StageGraph,
+    microbatches: int,
+    tied: tuple[tuple[int, ...], ...],
+    choice: Choice,
+    rooms: Sequence[float] | None,
 ) -> Schedule:
-    """The family's table in which these stages are recomputed."""
+    """The family's table in which stages keep, recompute or offload by a choice. ``rooms``: as ``Make`` takes it."""
     graph.groups(microbatches)  # PartitionError if the groups do not divide the micro-batches
     backward = tuple(stage.has_backward for stage in graph)
     alone = Problem(graph.stage_edges, microbatches, graph.placement, backward, Costs.of(len(graph)))
     groups = groups_behind(graph.gathers, alone) if graph.gathers else None
-    return make_table(family, replace(alone, groups=groups, recompute=recompute), graph.names, tied)
-
-
-def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marked:
-    """Marks as few stages as fit into ``memory`` bytes per rank; ScheduleError if no marks fit.
-
-    Each round marks the stage with which the table fits in the least time. If no stage makes it fit, the round marks
-    the stage that removes most excess bytes per second. At the end, stages that later marks made needless are unmarked.
-    """
-
-    @cache
-    def figures(flags: Marked) -> tuple[float, tuple[float, ...], float]:
-        """The makespan in seconds, each rank's peak bytes, and the sum of all ranks' bytes above ``memory``."""
-        plan = make(flags).planned(work.costs_with(flags))
-        peaks = work.peaks(plan.schedule, plan.costs)
-        return plan.makespan, peaks, sum(max(peak - memory, 0.0) for peak in peaks)
-
-    # 1. Mark stages on ranks above the limit, by seconds for each byte that they save, until all ranks fit.
-    flags = (False,) * len(graph)
-    while figures(flags)[2]:
-        before, peaks, over_before = figures(flags)
-        fullest = [max(peaks[rank] for rank in graph.ranks(stage.index)) for stage in graph]
-        # Stages on other ranks would cost time and save bytes that their ranks do not lack.
-        full = [s.index for s in graph if s.has_backward and not flags[s.index] and fullest[s.index] > memory]
-        ranked: list[tuple[tuple[bool, float, float], Marked]] = []
-        for marked in (_with(flags, stage, True) for stage in full):
-            seconds, _, over = figures(marked)
-            if over < over_before:
-                cost = max(seconds - before, 0.0) / (over_before - over) if over else seconds
-                ranked.append(((over > 0, cost, over), marked))
-        if not ranked:
-            rank = max(range(len(peaks)), key=peaks.__getitem__)
-            raise DoesNotFit(
-                f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are recomputed, "
-                f"and the memory of hardware= is {memory:,.0f} bytes; use more pipe ranks, smaller micro-batches, or a "
-                "schedule that holds fewer of them",
-                peaks[rank],
-            )
-        _, flags = min(ranked, key=itemgetter(0))
-    # 2. A later mark may have made an earlier mark needless.
-    for stage in reversed(range(len(graph))):
-        fewer = _with(flags, stage, False)
-        if flags[stage] and not figures(fewer)[2]:
-            flags = fewer
-    return flags
-
-
-def _with(flags: Marked, stage: int, value: bool) -> Marked:
-    return (*flags[:stage], value, *flags[stage + 1 :])
+    problem = replace(
+        alone,
+        groups=groups,
+        recompute=marked(choice, AGAIN),
+        offload=marked(choice, HOST),
+        memory=None if rooms is None else tuple(rooms),
+    )
+    return make_table(family, problem, graph.names, tied)
 
 
 def _mib(size: float) -> str:

@@ -13,7 +13,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import BACKWARD, KINDS, Held, Kind
 from fxpipe.validation import is_list, shown
 
-_BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes")
+_BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes", "kept_bytes")
 
 Cost = float | Sequence[float]
 """One number for all stages, or a list with a number per stage."""
@@ -50,6 +50,13 @@ class Costs:
     the model's own checkpoints. None: 0 bytes."""
     source: str = field(default="", compare=False)
     """The origin of times in seconds, in words: "costs measured"; empty if the unit may be another."""
+    kept_bytes: tuple[float, ...] | None = None
+    """The bytes that an offloaded stage holds of a micro-batch between O and P; None counts as 0."""
+    copy: tuple[float, ...] | None = None
+    """The time of a copy of a micro-batch's activations to the host, and of the copy back; None: as long as F. A rank
+    has a lane each way, which copies one action's micro-batches at a time, while the rank's actions run."""
+    duplex: bool = True
+    """Whether the two lanes of a rank copy at the same time. False: they take turns."""
 
     @staticmethod
     def of(
@@ -61,6 +68,9 @@ class Costs:
         activation_bytes: Cost | None = None,
         input_bytes: Cost | None = None,
         deferred_bytes: Cost | None = None,
+        copy: Cost | None = None,
+        kept_bytes: Cost | None = None,
+        duplex: bool = True,
     ) -> Costs:
         """Returns the costs of so many stages; each cost is one number for all stages, or a list with one per stage.
 
@@ -73,6 +83,10 @@ class Costs:
             activation_bytes: the bytes that a stage holds per micro-batch in flight; None if unknown.
             input_bytes: the bytes that a recomputed stage holds of a micro-batch between F and R; None counts as 0.
             deferred_bytes: the bytes that a stage holds of a micro-batch between I and W; None: as many as before I.
+            copy: the time of a copy of a micro-batch's activations to the host, and of the copy back; None: as long as
+                F.
+            kept_bytes: the bytes that an offloaded stage holds of a micro-batch between O and P; None counts as 0.
+            duplex: whether a rank's copies to the host and its copies back run at the same time.
 
         Raises:
             ScheduleError: a list has too many or too few costs, or a cost is negative or not finite.
@@ -82,13 +96,21 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        named = zip(_BYTES, (activation_bytes, input_bytes, deferred_bytes), strict=False)
-        sizes: dict[str, Any] = {name: _per_stage(name, size, stages) for name, size in named if size is not None}
-        return Costs(_per_stage("forward", forward, stages), full, part, comm, **sizes)
+        named = {
+            "activation_bytes": activation_bytes,
+            "input_bytes": input_bytes,
+            "deferred_bytes": deferred_bytes,
+            "kept_bytes": kept_bytes,
+            "copy": copy,
+        }
+        given: dict[str, Any] = {
+            name: _per_stage(name, cost, stages) for name, cost in named.items() if cost is not None
+        }
+        return Costs(_per_stage("forward", forward, stages), full, part, comm, duplex=duplex, **given)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "comm", _checked("comm", self.comm))
-        for name in ("forward", "backward", "weight", *_BYTES):
+        for name in ("forward", "backward", "weight", "copy", *_BYTES):
             cost = getattr(self, name)
             if cost is not None:
                 object.__setattr__(self, name, _per_stage(name, tuple(cost), len(self.forward)))
@@ -103,7 +125,12 @@ class Costs:
         whole = (self.activation_bytes or ())[action.stage]
         inputs = 0 if self.input_bytes is None else self.input_bytes[action.stage]
         left = whole if self.deferred_bytes is None else self.deferred_bytes[action.stage]
-        return action.count * action.kind.change(Held(whole, inputs, left, recomputed))
+        kept = 0 if self.kept_bytes is None else self.kept_bytes[action.stage]
+        return action.count * action.kind.change(Held(whole, inputs, left, kept, recomputed))
+
+    def copied(self, action: Action) -> float:
+        """Returns how long the copy of an action's micro-batches to the host takes, and the copy back."""
+        return self.forward[action.stage] if self.copy is None else action.count * self.copy[action.stage]
 
     def beside(self, action: Action) -> float:
         """Returns the additional bytes that an action holds while it runs."""
@@ -129,8 +156,8 @@ class Costs:
         return replace(self, forward=tuple(forwards), backward=tuple(backwards), weight=tuple(weights))
 
     def or_else(self, other: Costs) -> Costs:
-        """Returns these costs; each byte count that is None here is taken from ``other``."""
-        missing = {name: getattr(other, name) for name in _BYTES if getattr(self, name) is None}
+        """Returns these costs; byte counts and times of copies that are None here are taken from ``other``."""
+        missing = {name: getattr(other, name) for name in (*_BYTES, "copy") if getattr(self, name) is None}
         return replace(self, **missing)
 
     @property
@@ -142,6 +169,11 @@ class Costs:
     def input(self) -> tuple[float, ...]:
         """The time of an action I, per stage."""
         return tuple(whole - half for whole, half in zip(self.backward, self.weight, strict=True))
+
+    @property
+    def none(self) -> tuple[float, ...]:
+        """The time of an action that computes nothing, per stage."""
+        return (0.0,) * len(self.forward)
 
     @cached_property
     def _of(self) -> Mapping[Kind, tuple[float, ...]]:

@@ -59,7 +59,7 @@ class Dependencies:
     """The stages whose backward a stage's backward needs."""
     replacing: Mapping[Kind, Collection[Half]] = field(default_factory=dict)
     """Kind that replaces another one → where the table has it. The I makes the gradient of inputs where there is one,
-    else the B. A backward needs the R where there is one, else the F."""
+    else the B. A backward needs the R or the P where there is one, else the F."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
     """Stage without backward → how many values the stage may have made that its readers have not received:
@@ -126,15 +126,21 @@ class Dependencies:
         return self.replacing.get(Kind.I, ())
 
     @property
+    def offloaded(self) -> Collection[Half]:
+        """The forwards whose activations the table copies to the host and back."""
+        return self.replacing.get(Kind.P, ())
+
+    @property
     def recomputed(self) -> Collection[Half]:
         """The forwards that the table repeats as R."""
         return self.replacing.get(Kind.R, ())
 
     def _in_table(self, kind: Kind, stage: int, microbatch: int, reader: Kind | None = None) -> Kind:
-        """Returns the kind that replaces ``kind`` there, if the table has it and it is not the reader itself."""
+        """Returns the kind that replaces ``kind`` there, if the table has it; ``kind`` for a reader that the replacing
+        kind waits for, or that is the replacing kind."""
         for other, there in self.replacing.items():
-            if other.replaces == kind.letter and other is not reader and (stage, microbatch) in there:
-                return other
+            if other.replaces == kind.letter and (stage, microbatch) in there:
+                return kind if reader is not None and reader.letter in (other.letter, other.after) else other
         return kind
 
 

@@ -38,6 +38,7 @@ KINDS: Mapping[str, Expected] = {
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
     "in_flight": Expected(one_or_each(is_whole), "a whole number, or one for each stage"),
     "recompute": Expected(list_of(is_flag), "a list with True or False for each stage"),
+    "offload": Expected(list_of(is_flag), "a list with True or False for each stage"),
     "gather": Expected(
         lambda value: isinstance(value, Mapping), "a dict, stage → micro-batches in a group, or None for all: {4: None}"
     ),

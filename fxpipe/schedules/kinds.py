@@ -21,6 +21,15 @@ class Direction(enum.Enum):
     __hash__ = object.__hash__  # a member is one object; tables hash members often, and Enum's own hash is slow
 
 
+class Lane(enum.Enum):
+    """The two copy lanes of a rank, which run while its actions run."""
+
+    OUT = "to the host"
+    BACK = "from the host"
+
+    __hash__ = object.__hash__
+
+
 class Tone(NamedTuple):
     """The colour of a kind in pictures: OKLCH lightness and chroma; the hue is the stage's.
 
@@ -43,15 +52,19 @@ class Times(Protocol):
     def input(self) -> tuple[float, ...]: ...
     @property
     def weight(self) -> tuple[float, ...]: ...
+    @property
+    def none(self) -> tuple[float, ...]: ...
 
 
 class Held(NamedTuple):
     """What a stage holds of a micro-batch, in bytes or in micro-batches: ``whole`` from its forward on, ``inputs`` from
-    a forward that an R follows to that R, ``left`` between I and W. ``recomputed``: an R follows this forward."""
+    a forward that an R follows to that R, ``left`` between I and W, ``kept`` between O and P. ``recomputed``: an R
+    follows this forward."""
 
     whole: float
     inputs: float
     left: float
+    kept: float
     recomputed: bool
 
 
@@ -60,7 +73,9 @@ class Kind:
     """A kind of action, for example ``Kind.F``. Each kind is a single object: compare with ``is``.
 
     F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: the two halves of a
-    backward, the gradients of inputs (I) and of weights (W).
+    backward, the gradients of inputs (I) and of weights (W). O: offload: the activations have left for the host's
+    memory, and their memory on the device is free. P: prefetch: their memory on the device is taken again, and they
+    begin to come back.
     """
 
     F: ClassVar[Kind]
@@ -68,6 +83,8 @@ class Kind:
     B: ClassVar[Kind]
     I: ClassVar[Kind]  # noqa: E741
     W: ClassVar[Kind]
+    O: ClassVar[Kind]  # noqa: E741
+    P: ClassVar[Kind]
     __members__: ClassVar[dict[str, Kind]]
     """``KINDS``, as of an enum: messages between ranks have a kind by its name."""
 
@@ -93,9 +110,12 @@ class Kind:
     letter."""
     is_optional: bool = False
     """Whether tables may lack the action. If it is part of the backward pass, a stage has it for all micro-batches or
-    for none."""
+    for none, except for ``OFFLOAD``, which each micro-batch of a stage has or lacks."""
     completes_gradients: bool = False
     """Whether the gradients of the stage's parameters are complete after the action, for its micro-batch."""
+    lane: Lane | None = None
+    """The copy lane of an action that computes nothing. OUT: the copy begins at the end of the action ``after``, and
+    this action waits for it. BACK: the copy begins here, and the action that waits for this action waits for it."""
 
     @property
     def name(self) -> str:
@@ -168,6 +188,29 @@ KINDS: dict[str, Kind] = {
             times=lambda costs: costs.weight,
             change=lambda load: -load.left,
         ),
+        Kind(
+            "O",
+            "offload",
+            Tone(0.90, 0.03),
+            part_of=BACKWARD,
+            after="F",
+            is_optional=True,
+            lane=Lane.OUT,
+            times=lambda costs: costs.none,
+            change=lambda load: load.kept - load.whole,
+        ),
+        Kind(
+            "P",
+            "prefetch",
+            Tone(0.70, 0.03),
+            part_of=BACKWARD,
+            after="O",
+            replaces="F",
+            is_optional=True,
+            lane=Lane.BACK,
+            times=lambda costs: costs.none,
+            change=lambda load: load.whole - load.kept,
+        ),
     )
 }
 """Letter → kind, in the order of legends."""
@@ -178,6 +221,8 @@ for _kind in KINDS.values():
 
 BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})
 """The two ways to make a backward: the whole, or its two halves."""
+OFFLOAD = {Kind.O, Kind.P}
+"""The actions of a micro-batch that is offloaded: it has both or neither, and no R."""
 
 
 def kind_of(letter: str) -> Kind:

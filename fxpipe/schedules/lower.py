@@ -199,12 +199,13 @@ class Lowering:
         self.posted_at: dict[Message, int] = {}
         self.posts: list[dict[int, list[Message]]] = [{} for _ in rows]
         self._receivers: list[list[int]] = [[] for _ in rows]  # rank → the ranks that it sends to
+        computing = [_Computing(row) for row in rows]
         for (sender, rank), messages in self.queues.items():
             self._receivers[sender].append(rank)
             # From the last to the first: no receive may be posted after the receive of a later message of the sender.
             latest = len(rows[rank])
             for message in reversed(messages):
-                latest = min(latest, max(self.used_at[message] - self._posted_ahead(message), 0))
+                latest = min(latest, computing[rank].ahead(self.used_at[message], self._posted_ahead(message)))
                 self.posted_at[message] = latest
             for message in messages:
                 self.posts[rank].setdefault(self.posted_at[message], []).append(message)
@@ -286,6 +287,21 @@ class Lowering:
             if message in released:
                 releases[released[message]].remove(message)
         return waits
+
+
+class _Computing:
+    """The places of a row whose actions compute. An action that begins or awaits a copy takes no time, and hides no
+    message."""
+
+    def __init__(self, row: Sequence[Action]) -> None:
+        self._places = [cell for cell, action in enumerate(row) if action.kind.lane is None]
+        self._all = len(self._places) == len(row)
+
+    def ahead(self, cell: int, actions: int) -> int:
+        """Returns the place so many computing actions ahead of a place of the row; the first if there is none."""
+        if self._all:
+            return max(cell - actions, 0)
+        return self._places[max(bisect_left(self._places, cell) - actions, 0)]
 
 
 def user_of(message: Message, edges: Sequence[EdgeLike], groups: Groups = MappingProxyType({})) -> Use:

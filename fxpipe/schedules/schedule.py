@@ -19,7 +19,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of, held_back
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
-from fxpipe.schedules.kinds import BACKWARD
+from fxpipe.schedules.kinds import BACKWARD, Lane
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 from fxpipe.schedules.step_breakdown import Spell, Spent, in_csv, spent, tabulated
 from fxpipe.small_file import write_whole
@@ -268,6 +268,19 @@ class Cause(NamedTuple):
     crosses: bool
 
 
+class Copy(NamedTuple):
+    """When a rank's copy lane copied the activations of an action's micro-batches.
+
+    ``action``: the F whose activations left for the host, or the P that brought them back.
+    """
+
+    rank: int
+    lane: Lane
+    action: Action
+    start: float
+    end: float
+
+
 class Reduction(NamedTuple):
     """When gradients were reduced over the data axis while a pipe rank ran its actions: from the start of the first
     collective to the end of the last; a reduction may have several collectives."""
@@ -298,7 +311,10 @@ class Timeline:
     spells: tuple[Spell, ...] = ()
     """If measured, the spells of each process from the step's beginning to its end, one process after another."""
     awaited: Mapping[Action, Action] = field(default_factory=dict)
-    """For a plan: an action → the action of another rank that it waited for after its own rank was ready."""
+    """For a plan: an action → the action of another rank, or the action that began a copy, that it waited for after
+    its own rank was ready."""
+    copies: tuple[Copy, ...] = ()
+    """The copies of activations to the host and back; each rank's in the order in which they began."""
     advice: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """For a measured timeline of a run: finds the one change of placement that would help most, as ``advise`` does."""
 
@@ -370,7 +386,8 @@ class Timeline:
         If the rank was busy until then, the cause is the rank's previous action.
         """
         if action in self.awaited:
-            return Cause(self.awaited[action], True)
+            other = self.awaited[action]
+            return Cause(other, self.schedule.rank(other) != self.schedule.rank(action))
         # The previous action on the same rank counts first: if it ended last, the action waited for nothing else.
         rank = self.schedule.rank(action)
         ahead = self._ahead.get(action)

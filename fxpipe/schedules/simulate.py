@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import ScheduleError
@@ -13,9 +13,9 @@ from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind, Lane
 from fxpipe.schedules.lower import Message
-from fxpipe.schedules.schedule import Schedule, Span, Timeline
+from fxpipe.schedules.schedule import Copy, Schedule, Span, Timeline
 
 if TYPE_CHECKING:
     from fxpipe.schedules.families.problem import Problem
@@ -32,20 +32,52 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
     dependencies = dependencies or schedule.dependencies
     # With neither, a message arrives as soon as it is made: no link need be modelled.
     links = _Links(schedule, costs.comm, dependencies.ahead, ready) if costs.comm or dependencies.ahead else None
+    lanes = _Lanes(costs, dependencies)
     for rank, action, before in in_order(schedule.rows, dependencies):
         start = since[action] = ready[rank][-1]
-        arrivals = [(spans[other].end, other) for other in before] if links is None else links.awaited(rank)
+        arrivals = [(spans[other].end, other) for other in before] if links is None else list(links.awaited(rank))
+        arrivals += lanes.awaited(action, before)
         for arrival, cause in arrivals:
             if arrival > start:
                 start, awaited[action] = arrival, cause
         end = start + costs.time(action)
         spans[action] = Span(start, end)
+        lanes.begin(rank, action, end)
         ready[rank].append(end)
     rows = zip(schedule.rows, ready, strict=True)
     stuck = [str(row[len(times) - 1]) for row, times in rows if len(times) <= len(row)]
     if stuck:
         raise ScheduleError(f"the table deadlocks at {', '.join(stuck)}; verify() says why")
-    return Timeline(schedule, spans, since, costs, awaited=awaited)
+    return Timeline(schedule, spans, since, costs, awaited=awaited, copies=tuple(lanes.copies.values()))
+
+
+class _Lanes:
+    """The copies of activations to the host and back. A lane of a rank runs its copies in the order in which they
+    begin."""
+
+    def __init__(self, costs: Costs, dependencies: Dependencies) -> None:
+        self._costs, self._offloaded = costs, dependencies.offloaded
+        self._free: dict[tuple[int, Lane | None], float] = {}  # (rank, lane) → when the lane is free
+        self.copies: dict[Action, Copy] = {}
+        """The action whose end begins a copy, an F or a P → the copy."""
+
+    def begin(self, rank: int, action: Action, end: float) -> None:
+        """Begins the copy that starts at an action's end, if any."""
+        lane = action.kind.lane
+        if action.kind.messages is FORWARD and (action.stage, action.microbatch) in self._offloaded:
+            lane = Lane.OUT
+        elif lane is not Lane.BACK:
+            return
+        key = rank, lane if self._costs.duplex else None
+        start = max(end, self._free.get(key, 0.0))
+        self._free[key] = start + self._costs.copied(action)
+        self.copies[action] = Copy(rank, lane, action, start, self._free[key])
+
+    def awaited(self, action: Action, before: Iterable[Action]) -> Iterator[tuple[float, Action]]:
+        """Yields the end of the copy that an action waits for, and the action that began the copy."""
+        for other in before if self.copies else ():
+            if other in self.copies and (other.kind.lane is Lane.BACK or action.kind.lane is Lane.OUT):
+                yield self.copies[other].end, other
 
 
 class _Links:
@@ -203,7 +235,7 @@ def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
     def change(action: Action) -> int:
         if not schedule.backward[action.stage]:
             return 0
-        load = Held(1, 0, 1, (action.stage, action.microbatch) in recomputed)
+        load = Held(1, 0, 1, 0, (action.stage, action.microbatch) in recomputed)
         return action.count * int(action.kind.change(load))
 
     return change
@@ -217,6 +249,20 @@ def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
         for action in row:
             in_flight[action.stage] += change(action)
             peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
+    return tuple(peaks)
+
+
+def peak_host_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    """Returns, per rank, the most bytes of activations in the host's memory: each offloaded micro-batch has a buffer
+    there from its F, when its copy begins, to its backward."""
+    offloaded, peaks = schedule.dependencies.offloaded, []
+    for row in schedule.rows:
+        now = peak = 0.0
+        for action in row:
+            if action.kind.messages is not None and (action.stage, action.microbatch) in offloaded:
+                now += costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
+                peak = max(peak, now)
+        peaks.append(peak)
     return tuple(peaks)
 
 

@@ -18,7 +18,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
-from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, Kind
+from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, OFFLOAD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
@@ -92,23 +92,31 @@ def _bits() -> dict[Kind, int]:
 
 
 def _check_complete(schedule: Schedule, seen: Seen) -> None:
-    """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none."""
+    """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none; and that a
+    micro-batch has O and P together, and not with an R."""
     bits = _bits()
     free = sum(bit for kind, bit in bits.items() if kind.is_optional and kind.part_of is not BACKWARD)
+    copies = sum(bits[kind] for kind in OFFLOAD)
     for stage, size in enumerate(schedule.groups):
         right = [{Kind.F} | kinds for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
         # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
         for kind in bits if schedule.backward[stage] else ():
-            if kind.is_optional and not bits[kind] & free and any(found & bits[kind] for found in seen[stage].values()):
+            is_for_all = kind.is_optional and not bits[kind] & (free | copies)
+            if is_for_all and any(found & bits[kind] for found in seen[stage].values()):
                 right = [kinds | {kind} for kinds in right]
-        sums = [sum(bits[kind] for kind in kinds) for kinds in right]
+        with_copies = [kinds | OFFLOAD for kinds in right if schedule.backward[stage] and Kind.R not in kinds]
+        sums, more = ([sum(bits[kind] for kind in kinds) for kinds in some] for some in (right, with_copies))
         for microbatch in range(0, schedule.microbatches, size):
             found = seen[stage].get(microbatch, 0) & ~free
-            if found in sums:
+            if found in sums or found in more:
                 continue
             here, *wanted = (
                 [Action(stage, kind, microbatch, size) for kind in bits if kind in kinds]
-                for kinds in [{kind for kind in bits if found & bits[kind]}, *right]
+                for kinds in [
+                    {kind for kind in bits if found & bits[kind]},
+                    *right,
+                    *with_copies * bool(found & copies),
+                ]
             )
             rank = schedule.rank_of(stage, microbatch)
             needed = ", or ".join(" ".join(map(str, actions)) for actions in wanted)

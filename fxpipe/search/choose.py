@@ -279,8 +279,8 @@ class Balancing:
     def finds_placement_of(self, stages: int) -> bool:
         """Whether the user left the stages' ranks open, and there is a choice of ranks or a memory limit to keep."""
         ranks = self.topology.size("pipe")
-        limited = self.options.device.memory is not None and self.options.recompute != AUTO
-        # With recompute="auto", the choice of tables already keeps the memory limit.
+        # With recompute="auto" or offload=, the choice of tables already keeps the memory limit.
+        limited = self.memory is not None and self.options.recompute != AUTO
         left = self.options.placement is None and not isinstance(self.options.schedule, Schedule)
         if self.finds_cuts:
             return left and self.found is not None
@@ -305,6 +305,11 @@ class Balancing:
         if self.topology.size("pipe") == 1:
             return hardware
         return replace(hardware, link=hardware.wire(self.topology.crosses_nodes("pipe")))
+
+    @property
+    def memory(self) -> float | None:
+        """The bytes within which a search keeps each rank. None where offload decides what is on the device."""
+        return None if self.options.offload else self.options.device.memory
 
     @property
     def compute(self) -> torch.dtype | None:
@@ -382,7 +387,7 @@ class Balancing:
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            options = self.options.device.memory, self.options.recompute
+            options = self.memory, self.options.recompute
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
             balanced = balance(*arguments, *options, several=True, recut=recut, placement=None if recut else placement)

@@ -143,16 +143,18 @@ class Staged:
             return tuple(map(node_costs.saved_bytes, keys))
 
         again = tuple(float(stage.again) for stage in self.stages)
+        saved = saved_bytes(stage.saved for stage in self.stages)
         return Costs(
             at_once(stage.forward for stage in self.stages),
             at_once(stage.backward for stage in self.stages),
             at_once(min(stage.weight, stage.backward) for stage in self.stages),
             max(hops, default=0.0),
-            saved_bytes(stage.saved for stage in self.stages),
+            saved,
             tuple(arriving),
             saved_bytes(stage.deferred for stage in self.stages) if node_costs.halves else None,
             again if any(again) else None,
             node_costs.source,
+            copy=tuple(map(self._hardware.copy, saved)),
         )
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:

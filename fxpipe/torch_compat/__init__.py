@@ -18,8 +18,9 @@ import torch
 TESTED = "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
-    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._make_wrapper_subclass "
-    "Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata nn.Module._compiled_call_impl "
+    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._base Tensor._is_view "
+    "Tensor._make_wrapper_subclass Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
+    "nn.Module._compiled_call_impl "
     "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
     "nn.utils.parametrizations._SpectralNorm autograd.Variable._execution_engine.run_backward "
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.device import shared_name
 
@@ -44,6 +44,10 @@ def wrapper(
 def storage_id(tensor: Tensor) -> int:
     """The id of a tensor's storage, equal for tensors that share memory, also on the meta device."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_view_of_parameter(tensor: Tensor) -> bool:
+    return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
 
 
 def version_of(tensor: Tensor) -> int:

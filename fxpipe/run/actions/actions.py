@@ -30,6 +30,7 @@ from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, Value
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
+from fxpipe.run.actions.offload import Offloaded, storages
 from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action
@@ -270,6 +271,8 @@ class ForwardAction(BoundAction):
         self._run = self.bound_run()
         if self.keeps and (action.stage, action.microbatch) in executor.table.recomputed:
             self._run = self._keeping(self._run)
+        if self.keeps and (action.stage, action.microbatch) in executor.table.offloaded:
+            self._run = self._offloading(self._run)
 
     def bound_inputs(self) -> list[Fetch]:
         take, take_input, microbatch = self.executor.take, self.executor.take_input, self.action.microbatch
@@ -292,6 +295,22 @@ class ForwardAction(BoundAction):
             return outputs, None
 
         return run_and_keep
+
+    def _offloading(self, run: Run) -> Run:
+        """A forward whose activations leave for the host: O frees their memory, and P begins to bring them back."""
+        executor, stage, left = self.executor, self.stage, self.left_behind
+        of_batch = [index for index, entry in enumerate(stage.inputs) if isinstance(entry, str)]
+
+        def run_and_offload(*inputs: Any) -> Any:
+            # The caller holds the batch, and the model its tensors: a copy of these would free nothing.
+            stays = storages([*stage.tensors.values(), *pytree.tree_leaves([inputs[index] for index in of_batch])])
+            left.offloaded = Offloaded(executor.copies, stays, stage.name)
+            with left.offloaded.saving():
+                results = run(*inputs)
+            left.offloaded.leave()
+            return results
+
+        return run_and_offload
 
     def run(self, arrived: list[Any]) -> None:
         arrived[:] = self.inputs_of(arrived)
@@ -368,6 +387,22 @@ class Recomputation(BoundAction):
         self.left_behind.saved = saved
 
 
+class Offload(BoundAction):
+    """O: the activations have left for the host's memory."""
+
+    def run(self, arrived: list[Any]) -> None:
+        assert self.left_behind.offloaded is not None
+        self.left_behind.offloaded.release()
+
+
+class Prefetch(BoundAction):
+    """P: the activations begin to come back."""
+
+    def run(self, arrived: list[Any]) -> None:
+        assert self.left_behind.offloaded is not None
+        self.left_behind.offloaded.fetch()
+
+
 class BackwardAction(BoundAction):
     """B or I: gradients of outputs → the stage's backward → slots."""
 
@@ -390,6 +425,9 @@ class BackwardAction(BoundAction):
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
         saved, left.saved = left.saved, None
         assert saved is not None
+        offloaded, left.offloaded = left.offloaded, None
+        if offloaded is not None:
+            offloaded.arrive()
         if executor.step.values is not None:
             self._record(executor.step.values, GRADIENT, arrived)
         if self.stage.returns_result:
@@ -503,6 +541,8 @@ RUNNERS: dict[Kind, Runner] = {
     Kind.B: BackwardAction,
     Kind.I: BackwardAction,
     Kind.W: WeightsAction,
+    Kind.O: Offload,
+    Kind.P: Prefetch,
 }
 """Kind → makes the call that runs an action of this kind: a subclass of ``BoundAction``."""
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from fxpipe.batch.group_inputs import GroupInputs, Joined
+from fxpipe.device import HostCopies
 from fxpipe.distributed.activity import here
 from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.graph.stage_graph import Edge, Stage
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.plan.plan import Plan, values_of
+from fxpipe.run.actions.offload import Offloaded
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
 from fxpipe.run.step.finite import Extremes
@@ -90,13 +92,14 @@ class LeftBehind:
     """The values that a stage's actions of one micro-batch, or of a group, leave for later actions.
 
     ``saved``: a forward's, for its backward. ``joined``: how a group's inputs were put together. ``recomputed``: a
-    forward that will be recomputed. ``later``: I's, for W.
+    forward that will be recomputed. ``later``: I's, for W. ``offloaded``: the activations of a forward on the host.
     """
 
     saved: Saved | None = None
     joined: list[Joined | None] | None = None
     recomputed: RecomputedForward | None = None
     later: Deferred | None = None
+    offloaded: Offloaded | None = None
 
 
 @dataclass(eq=False)
@@ -110,6 +113,7 @@ class Executor:
     parameters: Gradients
     """Told before and after each use of this rank's parameters."""
     effects: EffectsOf
+    copies: HostCopies
     step: StepInput = field(init=False)
     """Set while a step runs, as ``result`` and ``stopwatch`` are."""
     result: StepResult = field(init=False)
@@ -139,7 +143,7 @@ class Executor:
         # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
         for left in self.left_behind.values():
-            left.saved = left.joined = left.recomputed = left.later = None
+            left.saved = left.joined = left.recomputed = left.later = left.offloaded = None
 
     # for actions to bind to
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch.group_inputs import GroupInputs
 from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
+from fxpipe.device import HostCopies
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.grid import ROLES
@@ -161,7 +162,12 @@ class Steps:
             failing.drops.append(state.reducer.drop)
         self._effects, self._in_lists = EffectsOf(), set[Where]()
         self._executor_of = partial(
-            Executor, exchange=exchange, device=state.device, parameters=state.reducer, effects=self._effects
+            Executor,
+            exchange=exchange,
+            device=state.device,
+            parameters=state.reducer,
+            effects=self._effects,
+            copies=HostCopies(state.device),
         )
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
         self.values: ValueRecorder | None = None

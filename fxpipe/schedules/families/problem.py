@@ -37,6 +37,8 @@ class Problem:
     """The number of micro-batches in an action of each stage, 1 if not gathered. None: no stage is gathered."""
     recompute: tuple[bool, ...] | None = None
     """Whether each stage runs its forward again for its backward. A family may ignore it: ``build`` adds the R's."""
+    offload: tuple[bool, ...] | None = None
+    """Whether the activations of each stage may leave for the host. A family may ignore it: ``build`` adds the O's."""
 
     def check(self) -> None:
         """Raises ScheduleError, with the values, if the problem is not valid."""
@@ -51,8 +53,11 @@ class Problem:
             check_length("in_flight=", self.in_flight, count)
             if min(self.in_flight) < 1:
                 raise ScheduleError(f"in_flight={self.in_flight}; at least 1 micro-batch must be in flight")
-        if self.recompute is not None:
-            check_length("recompute=", self.recompute, count)
+        for name, flags in (("recompute=", self.recompute), ("offload=", self.offload)):
+            if flags is not None:
+                check_length(name, flags, count)
+        for stage in self.recomputed & self.offloaded:
+            raise ScheduleError(f"stage {stage} is in recompute= and in offload=; leave out one of them")
         if self.memory is not None:
             check_length("memory=", self.memory, self.ranks, "ranks")
             if self.costs.activation_bytes is None:
@@ -93,8 +98,16 @@ class Problem:
     @property
     def recomputed(self) -> frozenset[int]:
         """The stages that are recomputed; a stage without backward never is."""
-        flags = zip(self.recompute or (), self.backward, strict=False)
-        return frozenset(stage for stage, (again, trained) in enumerate(flags) if again and trained)
+        return self._trained(self.recompute)
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """The stages that may be offloaded; a stage without backward never is."""
+        return self._trained(self.offload)
+
+    def _trained(self, marked: tuple[bool, ...] | None) -> frozenset[int]:
+        flags = zip(marked or (), self.backward, strict=False)
+        return frozenset(stage for stage, (is_marked, trained) in enumerate(flags) if is_marked and trained)
 
     def group(self, stage: int) -> int:
         """Returns the number of micro-batches in an action of a stage."""

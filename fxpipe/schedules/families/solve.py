@@ -1,4 +1,5 @@
-"""Solve: a family's rows, with two features that no family handles: stages on several ranks, and recomputation.
+"""Solve: a family's rows, with three features that no family handles: stages on several ranks, recomputation, and
+offload.
 
 *Stages on several ranks.* Their work fills the idle times of the other stages of those ranks. The stages on one rank
 keep the order that their family gives them, as if each stage on r ranks had a rank of its own and took 1/r of the time.
@@ -9,6 +10,8 @@ a T of their own: early forwards make room for the actions that wait for them, l
 result is the shortest table of a grid of both.
 
 *Recomputation.* The family orders backwards of F + B; each backward is then split into R and B.
+
+*Offload.* The family orders all actions within no memory; ``offload`` then adds copies to the host and back.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
+from fxpipe.schedules.families.offload import with_offload
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Held, Kind
 from fxpipe.schedules.schedule import Row, Schedule
@@ -37,7 +41,12 @@ _MANY = 60_000
 
 
 def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
-    """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks."""
+    """A family's rows, with an R for each backward of the stages that ``problem.recompute`` marks, and with O's and P's
+    of the stages that ``problem.offload`` marks."""
+    if problem.offloaded:
+        # The memory limits what stays on the device: without copies the table may hold more.
+        rows = solved(family, replace(problem, memory=None, offload=None))
+        return Chosen.like(rows, with_offload(rows, problem))
     if not problem.recomputed:
         return placed_beside(family, problem)
     rows = placed_beside(family, reckoned(problem))
@@ -256,7 +265,7 @@ class _Attempt(ListScheduler):
         if problem.backward[last.stage]:
             if problem.memory is not None and self.units.line_of[unit] != rank:
                 self.extra_bytes[rank] += sum(map(problem.costs.held, actions))
-            change = last.count * int(last.kind.change(Held(1, 0, 1, False)))
+            change = last.count * int(last.kind.change(Held(1, 0, 1, 0, False)))
             self.in_flight[rank, last.stage] = self.in_flight.get((rank, last.stage), 0) + change
 
     def may_begin(self, rank: int, unit: int, now: float, forced: bool) -> bool:

@@ -29,7 +29,7 @@ def chrome_trace(timeline: Timeline) -> str:
         *_metadata(timeline),
         *_slices(timeline),
         *_around(timeline),
-        *_reductions(timeline),
+        *_bars(timeline),
         *_arrows(timeline),
         *_counters(timeline),
     ]
@@ -90,15 +90,15 @@ def _around(timeline: Timeline) -> Iterator[Event]:
             yield _slice(timeline, spell.ranks[0], name, spell.category, (spell.start, spell.end))
 
 
-def _reductions(timeline: Timeline) -> Iterator[Event]:
-    """Yields the reductions, on threads after those of the ranks: one for each lane, since slices of a thread may not
-    overlap."""
+def _bars(timeline: Timeline) -> Iterator[Event]:
+    """Yields the reductions and copies, on threads after those of the ranks: one for each lane, since slices of a
+    thread may not overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
         for lane in lanes(timeline, rank):
-            yield from _thread(number, f"rank {rank}: reductions")
-            for _, what, *span in lane:
-                yield {**_slice(timeline, number, what, "reduction", span), "args": {"rank": rank}}
+            yield from _thread(number, f"rank {rank}: {'copies' if lane[0].kind == 'copy' else 'reductions'}")
+            for what, kind, *span in lane:
+                yield {**_slice(timeline, number, what, kind, span), "args": {"rank": rank}}
             number += 1
 
 

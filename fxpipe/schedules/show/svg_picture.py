@@ -6,22 +6,24 @@ import math
 from collections.abc import Iterator
 from functools import cache
 from html import escape
+from typing import Literal, NamedTuple
 
 from fxpipe.errors import printable
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import KINDS, Kind
-from fxpipe.schedules.schedule import Reduction, Timeline, ran
+from fxpipe.schedules.schedule import Timeline, ran
 from fxpipe.schedules.show.words import describe, headline, numbers, unit_of
 
 # Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
-REDUCTION = "#7c8794"
+REDUCTION, COPY = "#7c8794", "#a98b5d"
 DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .paper { fill: #15171b } .fxpipe .ink { fill: #e8eaed } .fxpipe .dim { fill: #a3abb5 }
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
 NARROW = 6  # pixels: in a narrower cell, an outline would fill the cell
+MARK = 2  # the width in pixels of an action that takes no time
 MARGIN = 16
 FONT = 11
 DIGIT = 6.8
@@ -33,7 +35,7 @@ LABEL = 230
 """The most pixels of width for the stage labels of a rank, left of its row."""
 SWATCH = 15
 LANE = 5
-"""The height in pixels of a lane of reductions below a row, with the gap to the next lane."""
+"""The height in pixels of a lane of reductions or copies below a row, with the gap to the next lane."""
 PLOT = (680, 8000)
 CELL = 19
 """The desired width in pixels of a short cell."""
@@ -55,7 +57,7 @@ def svg(timeline: Timeline) -> str:
         *_tracks(layout),
         *_axis(layout),
         *_cells(layout),
-        *_reductions(layout),
+        *_bars(layout),
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"'
         ' pointer-events="none"/>',
         *_labels(layout),
@@ -113,6 +115,8 @@ def _legend(timeline: Timeline) -> Iterator[str]:
     ]
     if timeline.reductions:
         swatches.append(("reduction", f'class="reduction" fill="{REDUCTION}"'))
+    if timeline.copies:
+        swatches.append(("copy to or from the host", f'class="copy" fill="{COPY}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
         yield _text(x + 28, 71, text)
@@ -189,28 +193,29 @@ def _rect(x: float, y: int, width: float, height: int, title: str, more: str = "
     )
 
 
-def _reductions(layout: PictureLayout) -> Iterator[str]:
-    """Draws the reductions as thin bars below the rows."""
+def _bars(layout: PictureLayout) -> Iterator[str]:
+    """Draws the reductions and copies as thin bars below the rows."""
     unit = unit_of(layout.timeline)
     for rank, lanes in enumerate(layout.lanes):
         for index, lane in enumerate(lanes):
             y = layout.y(rank) + layout.height + 1 + index * LANE
-            for _, what, start, end in lane:
+            for what, kind, start, end in lane:
                 x, width = layout.x(start), max(round(layout.x(end) - layout.x(start), 2), 1)
                 text = f"{what}, rank {rank}: {unit.interval(start, end)}, takes {unit.time(end - start)}"
-                yield _rect(x, y, width, LANE - 1, text, f' class="reduction" fill="{REDUCTION}"')
+                colour = COPY if kind == "copy" else REDUCTION
+                yield _rect(x, y, width, LANE - 1, text, f' class="{kind}" fill="{colour}"')
 
 
 def _gap(layout: PictureLayout) -> float:
     """Returns the pixels between cells: at most a tenth of a usual cell's width."""
-    widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values())
+    widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values() if span.duration)
     return round(min(1.0, widths[len(widths) // 4] / 10), 2) if widths else 0.0
 
 
 def _extent(layout: PictureLayout, action: Action) -> tuple[float, float]:
     start, end = layout.timeline.spans[action]
     x = layout.x(start)
-    return x, round(layout.x(end) - x, 2)
+    return x, max(round(layout.x(end) - x, 2), MARK if action.kind.lane else 0)
 
 
 def _outlines(layout: PictureLayout) -> Iterator[str]:
@@ -218,6 +223,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
     cells = [
         (float(layout.y(layout.timeline.schedule.rank(action))), *_extent(layout, action))
         for action in layout.timeline.critical_path
+        if action.kind.lane is None
     ]
     # An outline inside a narrow cell would cover it. So neighbours on the path share an outline if any cell is narrow.
     joined = min((width for _, _, width in cells), default=0) < NARROW
@@ -259,7 +265,8 @@ class PictureLayout:
         self.bottom = HEAD + ranks * self.pitch
         # Time 0 is at the left. The end is the last time drawn: a reduction may end after the last action.
         self.left = float(math.ceil(self.labels_left + self.columns * self.column))
-        self.end = max(timeline.makespan, *(reduction.end for reduction in timeline.reductions), 0.0)
+        ends = [bar.end for rank in self.lanes for lane in rank for bar in lane]
+        self.end = max(timeline.makespan, *ends, 0.0)
         # The width of a micro-batch's number: the same for all cells, so that a row is numbered in full or not at all.
         self.number_width = len(str(max(schedule.microbatches - 1, 0))) * DIGIT + 2
         lengths = sorted(span.duration for span in timeline.spans.values() if span.duration > 0)
@@ -289,16 +296,37 @@ class PictureLayout:
             yield stage, x, y, truncated(self.timeline.schedule.label(stage), room)
 
 
-def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
-    """The reductions of a rank on as few lanes as possible, each on the first free lane: they do not overlap."""
-    free: list[list[Reduction]] = []
-    mine = [reduction for reduction in timeline.reductions if reduction.rank == rank]
-    for reduction in sorted(mine, key=lambda reduction: reduction.start):
-        lane = next((lane for lane in free if lane[-1].end <= reduction.start), None)
+class Bar(NamedTuple):
+    """A reduction, or a copy to or from the host, that runs while a rank's actions run."""
+
+    what: str
+    kind: Literal["reduction", "copy"]
+    start: float
+    end: float
+
+
+def lanes(timeline: Timeline, rank: int) -> list[list[Bar]]:
+    """The reductions of a rank, and then its copies, on as few lanes as possible: bars of a lane do not overlap."""
+    reductions = [
+        Bar(each.what, "reduction", each.start, each.end) for each in timeline.reductions if each.rank == rank
+    ]
+    copies = [
+        Bar(f"{each.action._replace(kind=Kind.F)} {each.lane.value}", "copy", each.start, each.end)
+        for each in timeline.copies
+        if each.rank == rank
+    ]
+    return [*_stacked(reductions), *_stacked(copies)]
+
+
+def _stacked(bars: list[Bar]) -> list[list[Bar]]:
+    """Puts each bar on the first lane that is free."""
+    free: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        lane = next((lane for lane in free if lane[-1].end <= bar.start), None)
         if lane is None:
-            free.append([reduction])
+            free.append([bar])
         else:
-            lane.append(reduction)
+            lane.append(bar)
     return free
 
 

@@ -1,0 +1,208 @@
+"""Activations: decides for each stage whether its activations stay until the backward, are made again, or wait on the
+host.
+
+Takes the options ``recompute`` and ``offload``, a function that makes a family's table for a choice, and the stages'
+costs. Gives a ``Choice``. Without "auto" the options name the stages. With "auto" a search marks stages one by one, by
+simulated time, until every rank fits the memory:
+
+1. Of the stages on ranks above the limit, the mark is set with which the table fits in the least time; if none fits,
+   the mark that removes most excess bytes per second.
+2. Marks that later marks made needless are removed, or replaced by a faster mark.
+
+Where both options are "auto", three searches run, with recomputation alone, with offload alone, and with both, and the
+shortest table is kept: a search that takes one mark after another is not always better with more kinds of marks.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
+from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import AUTO, Options
+from fxpipe.schedules.families.offload import least_rooms
+from fxpipe.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    from fxpipe.search.simulated_layouts import Staged
+
+
+class Kept(enum.Enum):
+    """How a stage's activations of a micro-batch reach its backward."""
+
+    KEEP = "kept"
+    AGAIN = "recomputed"
+    HOST = "offloaded"
+
+    __hash__ = object.__hash__
+
+
+KEEP, AGAIN, HOST = Kept
+Choice = tuple[Kept, ...]
+"""A ``Kept`` for each stage."""
+Make = Callable[[Choice, "Sequence[float] | None"], Schedule]
+"""(choice, the bytes of activations that each rank may hold) → table. None: as few bytes as possible."""
+
+
+def marked(choice: Choice, kind: Kept) -> tuple[bool, ...]:
+    """Returns, per stage, whether it has this mark."""
+    return tuple(each is kind for each in choice)
+
+
+def choice_of(table: Schedule) -> Mapping[str, Kept]:
+    """Returns the mark of each stage of a table, by the stages' names."""
+    marks = dict.fromkeys(table.stage_names, KEEP)
+    marks |= {table.stage_names[stage]: HOST for stage, _ in table.dependencies.offloaded}
+    return marks | {table.stage_names[stage]: AGAIN for stage, _ in table.dependencies.recomputed}
+
+
+def named_choice(options: Options, graph: StageGraph, gains: Callable[[], Sequence[bool]]) -> Choice:
+    """The choice of options without "auto". ``gains``: finds the stages in which recomputation saves memory.
+
+    Raises:
+        PartitionError: an option names a stage that does not exist.
+    """
+    again, host = (_named(wanted, option, graph) for wanted, option in _lists(options))
+    if options.recompute is True:
+        again = frozenset(graph.names[stage] for stage, gained in enumerate(gains()) if gained) - host
+    marks = dict.fromkeys(host, HOST) | dict.fromkeys(again, AGAIN)
+    return tuple(marks.get(stage.name, KEEP) if stage.has_backward else KEEP for stage in graph)
+
+
+def searched_choice(options: Options, graph: StageGraph, make: Make, work: Staged, memory: float) -> Choice:
+    """The fastest choice that fits ``memory`` bytes on each rank, which was found.
+
+    Raises:
+        DoesNotFit: no choice fits.
+        PartitionError: an option names a stage that does not exist.
+    """
+    again, host = (_named(wanted, option, graph) for wanted, option in _lists(options))
+    search = _Search(graph, make, work, memory, again if options.recompute != AUTO else frozenset())
+    kinds = {AGAIN: again if options.recompute == AUTO else frozenset(), HOST: host}
+    wanted = [kind for kind, names in kinds.items() if names]
+    searches = [[kind] for kind in wanted] + ([wanted] if len(wanted) > 1 else [])
+    found, refused = list[tuple[float, Choice]](), DoesNotFit("", 0.0)
+    for some in searches:
+        try:
+            choice = search.run({kind: kinds[kind] for kind in some})
+        except DoesNotFit as error:
+            refused = error
+            continue
+        found.append((search.figures(choice).seconds, choice))
+    if not found:
+        raise refused
+    return min(found, key=itemgetter(0))[1]
+
+
+def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequence[float] | None:
+    """The bytes of activations that each rank may hold of ``memory``; None if no stage is offloaded.
+
+    A rank that cannot fit, whatever leaves, gets the least room that it needs.
+    """
+    if HOST not in choice:
+        return None
+    plain = make(tuple(KEEP if each is HOST else each for each in choice), None)
+    hosts = {stage for stage, each in enumerate(choice) if each is HOST}
+    least = least_rooms(plain, work.costs_with(marked(choice, AGAIN)), hosts)
+    return [max(memory - size, room) for size, room in zip(work.static_bytes, least, strict=True)]
+
+
+def _lists(options: Options) -> Iterable[tuple[bool | str | Sequence[str], str]]:
+    return (options.recompute, "recompute"), (options.offload, "offload")
+
+
+def _named(wanted: bool | str | Sequence[str], option: str, graph: StageGraph) -> frozenset[str]:
+    """The names of the stages that an option marks, or, with "auto", may mark."""
+    if isinstance(wanted, bool | str):
+        return frozenset(graph.names) if wanted else frozenset()
+    for name in wanted:
+        if name not in graph.names:
+            raise PartitionError(f"{option} names stage {name!r}, which does not exist{nearest(name, graph.names)}")
+    return frozenset(wanted)
+
+
+class _Figures(NamedTuple):
+    """``over``: the sum of all ranks' bytes above the memory."""
+
+    seconds: float
+    peaks: tuple[float, ...]
+    over: float
+
+
+class _Search:
+    """The search for a choice. ``again``: the stages that are recomputed whatever the search finds."""
+
+    def __init__(self, graph: StageGraph, make: Make, work: Staged, memory: float, again: Collection[str]) -> None:
+        self._graph, self._make, self._work, self._memory = graph, make, work, memory
+        self._first: Choice = tuple(AGAIN if s.has_backward and s.name in again else KEEP for s in graph)
+        self.figures = cache(self._figures)
+
+    def _figures(self, choice: Choice) -> _Figures:
+        rooms = rooms_of(choice, self._make, self._work, self._memory)
+        plan = self._make(choice, rooms).planned(self._work.costs_with(marked(choice, AGAIN)))
+        peaks = self._work.peaks(plan.schedule, plan.costs)
+        return _Figures(plan.makespan, peaks, sum(max(peak - self._memory, 0.0) for peak in peaks))
+
+    def run(self, kinds: Mapping[Kept, Collection[str]]) -> Choice:
+        """Searches with these kinds of marks, each for the stages of these names."""
+        choice = self._first
+        # 1. Mark stages on ranks above the limit until all ranks fit.
+        while self.figures(choice).over:
+            before = self.figures(choice)
+            ranked: list[tuple[tuple[bool, float, float], Choice]] = []
+            for stage, kind in itertools.product(self._full(choice, before.peaks), kinds):
+                if self._graph.names[stage] not in kinds[kind]:
+                    continue
+                after = self.figures(tried := _with(choice, stage, kind))
+                if after.over < before.over:
+                    longer = max(after.seconds - before.seconds, 0.0)
+                    cost = longer / (before.over - after.over) if after.over else after.seconds
+                    ranked.append(((after.over > 0, cost, after.over), tried))
+            if not ranked:
+                raise self._does_not_fit(before.peaks, kinds)
+            _, choice = min(ranked, key=itemgetter(0))
+        # 2. A later mark may have made an earlier mark needless, or another mark faster.
+        for stage in reversed(range(len(choice))):
+            if choice[stage] is not self._first[stage] and not self.figures(_with(choice, stage, KEEP)).over:
+                choice = _with(choice, stage, KEEP)
+            for kind in kinds if choice[stage] is not self._first[stage] and len(kinds) > 1 else ():
+                after = self.figures(tried := _with(choice, stage, kind))
+                if not after.over and after.seconds < self.figures(choice).seconds * (1 - 1e-9):
+                    choice = tried
+        return choice
+
+    def _full(self, choice: Choice, peaks: Sequence[float]) -> list[int]:
+        """The stages without a mark on ranks above the limit: others cost time, and their ranks lack no bytes."""
+        return [
+            stage.index
+            for stage in self._graph
+            if stage.has_backward
+            and choice[stage.index] is KEEP
+            and max(peaks[rank] for rank in self._graph.ranks(stage.index)) > self._memory
+        ]
+
+    def _does_not_fit(self, peaks: Sequence[float], kinds: Mapping[Kept, object]) -> DoesNotFit:
+        rank = max(range(len(peaks)), key=peaks.__getitem__)
+        return DoesNotFit(
+            f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are "
+            f"{' or '.join(kind.value for kind in kinds)}, and the memory of hardware= is {self._memory:,.0f} bytes; "
+            "use more pipe ranks, smaller micro-batches, or a schedule that holds fewer of them",
+            peaks[rank],
+        )
+
+
+def _with(choice: Choice, stage: int, kind: Kept) -> Choice:
+    return (*choice[:stage], kind, *choice[stage + 1 :])
+
+
+def no_costs(option: str) -> ScheduleError:
+    """The error of an option that needs the stages' costs, where these are not known."""
+    return ScheduleError(
+        f"{option} needs the stages' costs: pass example_args= or example_kwargs=, one batch as it will be passed in "
+        f"calls; for stages of your own, name them: {option.partition('=')[0]}=[...]"
+    )

@@ -1,0 +1,273 @@
+"""Offload: adds O and P to a table, so that activations wait for their backward in the host's memory.
+
+Takes a table that can run, its costs, the stages that may be offloaded, and the bytes that each rank may hold (its
+*room*). Gives the table with O's and P's, or None if no O's make it fit. The order of the other actions stays.
+
+Each rank's row is walked once, in the time of the table without copies:
+
+1. A micro-batch that was offloaded comes back (P) at the last action from which its copy, and the copies of the others
+   that are away, are in time for their backwards.
+2. Before an action that needs more bytes than the room has left, micro-batches leave (O). Of the micro-batches whose
+   copy is over by then, the one whose backward comes last in the row leaves first (Belady 1966); if no copy is over,
+   the one whose copy is over first.
+
+So a micro-batch that fits the room is never copied. Where copies are slower than the row, the plan's times are too
+early, and a walk that assumes shorter copies may wait less: each of ``SCALES`` is tried, and the shortest table kept.
+Rows do not depend on each other, since no O or P waits for another rank.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.dependency import Half
+from fxpipe.schedules.families.limits import exceeds
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
+from fxpipe.schedules.schedule import Row, Schedule, Timeline
+from fxpipe.schedules.simulate import peak_bytes
+
+SCALES = (1, 0.5, 0.25, 0)
+"""The fractions of the copy times that walks assume, in the order in which they are tried."""
+LONGER = 1e-3
+"""How much longer a table may take, as a fraction, that holds as few bytes as possible."""
+
+
+def within_rooms(schedule: Schedule, costs: Costs, stages: Collection[int], rooms: Sequence[float]) -> Schedule | None:
+    """Returns the shortest table that was found in which each rank holds at most its room; None if there is none.
+
+    Args:
+        schedule: a table without O and P.
+        costs: the table's costs, with ``activation_bytes``.
+        stages: the stages that may be offloaded. Stages that the table recomputes stay.
+        rooms: the bytes that each rank may hold.
+    """
+    plan, peaks = schedule.simulate(costs), peak_bytes(schedule, costs)
+    best, shortest = None, math.inf
+    for scale in SCALES:
+        rows = [
+            _Walk(row, plan, scale, stages, room).walked() if exceeds(peak, room) else row
+            for row, room, peak in zip(schedule.rows, rooms, peaks, strict=True)
+        ]
+        fitting = [row for row in rows if row is not None]
+        if len(fitting) < len(rows):
+            continue
+        table = replace(schedule, rows=tuple(fitting))
+        makespan = table.simulate(costs).makespan
+        if makespan < shortest * (1 - 1e-9):
+            best, shortest = table, makespan
+        if shortest <= plan.makespan * (1 + 1e-9):
+            break
+    return best
+
+
+def least_bytes(schedule: Schedule, costs: Costs, stages: Collection[int]) -> Schedule:
+    """Returns the table whose ranks hold as few bytes as possible while it takes at most ``LONGER`` longer.
+
+    The least room of a rank is found by bisection, in micro-batches of the rank's smallest stage, one rank after
+    another: a rank's O's delay no other rank as long as its own backwards are in time.
+    """
+    limit = schedule.simulate(costs).makespan * (1 + LONGER)
+    rooms, best = list(peak_bytes(schedule, costs)), schedule
+    for rank, mine in enumerate(schedule.stages_of):
+        sizes = [schedule.groups[stage] * (costs.activation_bytes or ())[stage] for stage in mine if stage in stages]
+        unit = min((size for size in sizes if size), default=0.0)
+        few, many = 1, round(rooms[rank] / unit) if unit else 1  # ``many`` fits: the rank holds as much without an O
+        while few < many:
+            middle = (few + many) // 2
+            tried = within_rooms(schedule, costs, stages, [*rooms[:rank], middle * unit, *rooms[rank + 1 :]])
+            if tried is not None and tried.simulate(costs).makespan <= limit:
+                many, best, rooms[rank] = middle, tried, middle * unit
+            else:
+                few = middle + 1
+    return best
+
+
+def least_rooms(schedule: Schedule, costs: Costs, stages: Collection[int]) -> tuple[float, ...]:
+    """Returns, per rank, the least room for which ``within_rooms`` finds a table: the bytes that an action needs while
+    all other micro-batches of these stages are away."""
+    rooms, recomputed = [], schedule.dependencies.recomputed
+    for row in schedule.rows:
+        stays = least = 0.0
+        for action in row:
+            if not schedule.backward[action.stage]:
+                continue
+            half = _half(action)
+            change = costs.held(action, half in recomputed)
+            if action.stage in stages and half not in recomputed and action.kind.messages is not None:
+                # Only at its F, and at its backward, is the micro-batch here; between these, what its O keeps.
+                away = costs.held(action._replace(kind=Kind.O))
+                is_forward = action.kind.messages is FORWARD
+                least = max(least, stays + (change if is_forward else -away + costs.beside(action)))
+                stays += change + away if is_forward else change - away
+            else:
+                least = max(least, stays + costs.beside(action))
+                stays += change
+            least = max(least, stays)
+        rooms.append(least)
+    return tuple(rooms)
+
+
+def with_offload(rows: Sequence[Sequence[Action]], problem: Problem) -> tuple[Row, ...]:
+    """Returns a family's rows with O's and P's at the stages that ``problem.offload`` marks.
+
+    With ``problem.memory`` as few micro-batches leave as fit it; without, a rank holds as few bytes as possible. If
+    bytes are not known, each stage holds 1 of a micro-batch.
+
+    Raises:
+        ScheduleError: the rows do not fit the memory, whatever leaves.
+    """
+    table, costs = problem.table(tuple(map(tuple, rows))), problem.costs
+    if costs.activation_bytes is None:
+        costs = replace(costs, activation_bytes=(1.0,) * len(problem.placement))
+    if problem.memory is None:
+        return least_bytes(table, costs, problem.offloaded).rows
+    fitting = within_rooms(table, costs, problem.offloaded, problem.memory)
+    if fitting is None:
+        peaks = zip(peak_bytes(table, costs), problem.memory, strict=True)
+        over = [f"rank {rank} {room:g} of {peak:g}" for rank, (peak, room) in enumerate(peaks) if exceeds(peak, room)]
+        raise ScheduleError(
+            f"even with offload= the table holds more than memory= bytes: {', '.join(over)}; use smaller "
+            "micro-batches, offload more stages, or give more memory"
+        )
+    return fitting.rows
+
+
+class _Walk:
+    """A walk along a rank's row. ``plan``: the table's times without copies. ``scale``: of the copies' times."""
+
+    def __init__(self, row: Row, plan: Timeline, scale: float, stages: Collection[int], room: float) -> None:
+        self._row, self._plan, self._costs, self._scale, self._room = row, plan, plan.costs, scale, room
+        self._starts = [plan.spans[action].start for action in row]
+        self._recomputed = plan.schedule.dependencies.recomputed
+        self._forward = {_half(action): action for action in row if action.kind.messages is FORWARD}
+        self._use = {_half(action): cell for cell, action in enumerate(row) if action.kind.messages is BACKWARD}
+        """Micro-batch → the place in the row of its backward, or of its I."""
+        self._may_leave = {half for half in self._use if half[0] in stages and half not in self._recomputed}
+        # Dicts for their order: where two copies end at the same time, the micro-batch that came first leaves first.
+        self._here: dict[Half, None] = {}
+        self._away: dict[Half, None] = {}
+        self._bytes = 0.0
+        self._lane = _OutLane()
+        self._walked: list[Action] = []
+
+    def walked(self) -> Row | None:
+        """Returns the row with O's and P's; None if an action does not fit the room, whatever leaves."""
+        for cell, action in enumerate(self._row):
+            half, now = _half(action), self._starts[cell]
+            # 1. What comes back: this action's own micro-batch at the latest, and others if they fit beside the action.
+            if half in self._away:
+                if not self._makes_room(self._taken_by(Kind.P, half), cell, now, late=True):
+                    return None
+                self._moves(Kind.P, half)
+            grows = max(self._change(action), self._costs.beside(action) if half in self._use else 0.0, 0.0)
+            for other in self._due(cell):
+                if not self._makes_room(self._taken_by(Kind.P, other) + grows, self._use[other], now, late=False):
+                    break
+                self._moves(Kind.P, other)
+            # 2. What leaves.
+            if not self._makes_room(grows, cell, now, late=True):
+                return None
+            self._walked.append(action)
+            self._bytes += self._change(action)
+            if half in self._may_leave:
+                if action.kind.messages is BACKWARD:
+                    del self._here[half]
+                elif action.kind.messages is FORWARD:
+                    self._here[half] = None
+        return tuple(self._walked)
+
+    def _makes_room(self, more: float, cell: int, now: float, late: bool) -> bool:
+        """Lets micro-batches leave until so many more bytes fit, and returns whether they do. Only those leave whose
+        backward comes after the place ``cell``, and, unless ``late``, whose copy is over by now."""
+        while exceeds(self._bytes + more, self._room):
+            over = {half: self._lane.end_of(self._copy(half)) for half in self._here if self._use[half] > cell}
+            ready = [half for half, end in over.items() if end <= now * (1 + 1e-9)]
+            if not over or not (ready or late):
+                return False
+            leaves = max(ready, key=self._use.__getitem__) if ready else min(over, key=over.__getitem__)
+            self._lane.insert(self._copy(leaves), now)
+            self._moves(Kind.O, leaves)
+        return True
+
+    def _moves(self, kind: Kind, half: Half) -> None:
+        self._bytes += self._taken_by(kind, half)
+        source, target = (self._here, self._away) if kind is Kind.O else (self._away, self._here)
+        target[half] = source.pop(half)
+        self._walked.append(self._forward[half]._replace(kind=kind))
+
+    def _taken_by(self, kind: Kind, half: Half) -> float:
+        return self._costs.held(self._forward[half]._replace(kind=kind))
+
+    def _change(self, action: Action) -> float:
+        half = _half(action)
+        return self._costs.held(action, half in self._recomputed) if half in self._use else 0.0
+
+    def _copy(self, half: Half) -> _OutCopy:
+        forward = self._forward[half]
+        return _OutCopy(self._plan.spans[forward].end, self._scale * self._costs.copied(forward))
+
+    def _due(self, cell: int) -> list[Half]:
+        """The micro-batches whose copy back must begin before the next action, in the order of their backwards."""
+        following = self._starts[min(cell + 1, len(self._starts) - 1)]
+        due: list[Half] = []
+        latest = math.inf
+        for half in sorted(self._away, key=self._use.__getitem__, reverse=True):
+            latest = min(latest, self._starts[self._use[half]]) - self._copy(half).time
+            if latest < following * (1 - 1e-9):
+                due.append(half)
+        return due[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class _OutCopy:
+    """A copy to the host: ``ready``, when it may begin, at the end of its F; and the time that it takes."""
+
+    ready: float
+    time: float
+
+
+class _OutLane:
+    """The copies to the host that a walk decided on, in the order in which the lane runs them: that of their F's."""
+
+    def __init__(self) -> None:
+        self._copies: list[_OutCopy] = []
+        self._ends: list[float] = []
+        self._wanted: list[float] = []
+        """When the O of each copy runs in the plan; a later copy must not delay it."""
+
+    def end_of(self, copy: _OutCopy) -> float:
+        """Returns when one more copy would end; infinite if it would delay another copy beyond that copy's O."""
+        place = self._place(copy)
+        end = free = self._after(place, copy)
+        for cell in range(place, len(self._copies)):
+            if free <= self._copies[cell].ready:
+                break
+            free += self._copies[cell].time
+            if free > self._wanted[cell] * (1 + 1e-9):
+                return math.inf
+        return end
+
+    def insert(self, copy: _OutCopy, wanted: float) -> None:
+        place = self._place(copy)
+        self._copies.insert(place, copy)
+        self._wanted.insert(place, wanted)
+        self._ends.insert(place, 0.0)
+        for cell in range(place, len(self._copies)):
+            self._ends[cell] = self._after(cell, self._copies[cell])
+
+    def _place(self, copy: _OutCopy) -> int:
+        return bisect(self._copies, copy.ready, key=lambda other: other.ready)
+
+    def _after(self, place: int, copy: _OutCopy) -> float:
+        return max(self._ends[place - 1] if place else 0.0, copy.ready) + copy.time
+
+
+def _half(action: Action) -> Half:
+    return action.stage, action.microbatch
