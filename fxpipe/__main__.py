@@ -95,9 +95,10 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
     # Stages are numbered from 0, so the largest number in the options gives the least number of stages.
     mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
     stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
-    for stage in args.recompute or ():
-        if not 0 <= stage < stages:
-            args.parser.error(f"--recompute names stage {stage}; they are 0 to {stages - 1}")
+    for option in ("recompute", "offload"):
+        for stage in getattr(args, option) or ():
+            if not 0 <= stage < stages:
+                args.parser.error(f"--{option} names stage {stage}; they are 0 to {stages - 1}")
     return build(
         cast(ScheduleName, family),
         tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges,
@@ -110,12 +111,13 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
         gather=args.gather,
         gather_cost=args.gather_cost,
         recompute=args.recompute and [stage in args.recompute for stage in range(stages)],
+        offload=args.offload and [stage in args.offload for stage in range(stages)],
     ).planned()
 
 
 def _costs(args: argparse.Namespace, stages: int) -> Costs:
     times = args.forward, args.backward, args.weight, args.comm
-    return Costs.of(max(stages, 0), *times, args.bytes, args.input_bytes, args.deferred_bytes)
+    return Costs.of(max(stages, 0), *times, args.bytes, args.input_bytes, args.deferred_bytes, args.copy)
 
 
 # --- show ---
@@ -139,7 +141,18 @@ def _is_file(what: str) -> bool:
 
 def _read(args: argparse.Namespace, path: str) -> Timeline:
     """The timeline of a file's table; raises unless the table verifies."""
-    for option in ("stages", "placement", "microbatches", "in-flight", "memory", "gather", "recompute", "gather-cost"):
+    options = (
+        "stages",
+        "placement",
+        "microbatches",
+        "in-flight",
+        "memory",
+        "gather",
+        "recompute",
+        "offload",
+        "gather-cost",
+    )
+    for option in options:
         if getattr(args, option.replace("-", "_")) is not None:
             args.parser.error(f"--{option} is for the families, which make a table; {path} has one")
     schedule = Schedule.from_csv(path, args.edges)
@@ -220,6 +233,7 @@ def _preview(args: argparse.Namespace) -> None:
         "zero": fxpipe.Zero(args.zero or 0, args.zero_scope or "node") if args.zero or args.zero_scope else None,
         "precision": fxpipe.Precision() if args.bf16 else None,
         "recompute": {"all": True}.get(args.recompute, args.recompute),
+        "offload": {"all": True}.get(args.offload, args.offload),
         "hardware": _hardware(args.hardware, options.get("hardware"), args.memory),
     }
     preview = fxpipe.preview(
@@ -422,6 +436,7 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     add("--zero-scope", metavar="WHERE", help="node or data; node")
     add("--bf16", action="store_true", help="precision=fxpipe.Precision()")
     add("--recompute", choices=("all", "auto"), help="what is recomputed")
+    add("--offload", choices=("all", "auto"), help="what waits in the host's memory")
     add("--memory", type=float, metavar="BYTES", help="the limit of a rank, as in 80e9; the memory of --hardware")
     add("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     add("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
@@ -450,6 +465,7 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     add("--placement", type=placement, metavar="R,…", help="each stage's rank, as in 0,1,0,1, or its ranks, 0+1,0,1")
     add("--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them")
     add("--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward")
+    add("--offload", type=whole_numbers, metavar="S,…", help="stages whose activations may wait in the host's memory")
     add("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")
     add("--memory", type=costs, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 
@@ -460,6 +476,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     add("--backward", type=costs, default=2, metavar="T[,…]", help="the whole of it; 2")
     add("--weight", type=costs, metavar="T[,…]", help="the part of backward that W does; half")
     add("--comm", type=float, default=0, metavar="T", help="what a message between two ranks takes; 0")
+    add("--copy", type=costs, metavar="T[,…]", help="a copy of its activations to the host, and back; as long as F")
     add("--gather-cost", type=costs, metavar="F,B", help="of a group, at the stages of --gather")
     add("--bytes", type=costs, metavar="N[,…]", help="what a stage holds of it from forward to backward")
     add("--deferred-bytes", type=costs, metavar="N[,…]", help="what it holds of it between I and W; --bytes")

@@ -108,7 +108,7 @@ class Doctor:
         figures["ranks in a node"] = self._topology.ranks_per_node or self._topology.world_size
 
     def device(self, figures: Figures) -> None:
-        units = {"bandwidth": "GB/s", "launch": "µs", "memory": "GB"}
+        units = {"bandwidth": "GB/s", "host_link": "GB/s", "launch": "µs", "memory": "GB", "host_memory": "GB"}
         measured = [(name, units.get(name, "TFLOP/s"), value) for name, value in measure().items()]
         figures |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
 

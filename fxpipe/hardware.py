@@ -301,6 +301,9 @@ def measure() -> dict[str, float]:
     source, target = (torch.ones(count, device=device) for _ in range(2))
     figures["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
     figures["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
+    host = torch.empty(count, pin_memory=is_accelerator(device))
+    figures["host_link"] = source.nbytes / _seconds_of(partial(host.copy_, source, non_blocking=True), device)
+    figures["host_memory"] = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if is_accelerator(device):
         figures["memory"] = float(torch.get_device_module(device).get_device_properties(device).total_memory)
     return figures

@@ -25,7 +25,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
-from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.schedules.simulate import peak_bytes, peak_host_bytes
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
 from fxpipe.sharding.data_axis import dealt
@@ -190,6 +190,7 @@ class _Forecast:
     def _ranks(self) -> tuple[RankPreview, ...]:
         is_costed = self.staged is not None
         activations = peak_bytes(self.schedule, self.timeline.costs) if is_costed else ()
+        hosts = peak_host_bytes(self.schedule, self.timeline.costs) if is_costed else [0.0] * len(self._tensors)
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
         stages: list[list[Stage]] = [[] for _ in self._tensors]
         for stage in self.graph:
@@ -205,6 +206,7 @@ class _Forecast:
                     activations=activations[rank] if is_costed else None,
                     messages=self._most_under_way(self.plan.instructions[rank]) if is_costed else None,
                     batch=float(sum(sizes[name] for name in inputs & sizes.keys())) if is_costed else None,
+                    host=hosts[rank],
                 )
             )
         return tuple(previews)

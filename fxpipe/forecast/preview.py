@@ -40,6 +40,8 @@ class RankPreview:
     """The most bytes of message buffers at a time."""
     batch: float | None
     """The bytes of the inputs of the rank's stages, over all micro-batches."""
+    host: float = 0.0
+    """The most bytes of offloaded activations in the host's memory, which ``total`` does not count."""
 
     @property
     def total(self) -> float:
@@ -47,9 +49,10 @@ class RankPreview:
         return sum(getattr(self, name) or 0.0 for name in _PARTS)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures in whole bytes; ``total`` is the sum of the other entries."""
+        """The figures in whole bytes; ``total`` is the sum of those on the device."""
         sizes = {name: _ceil(getattr(self, name)) for name in _PARTS}
-        return {"stages": list(self.stages), **sizes, "total": sum(size or 0 for size in sizes.values())}
+        total = sum(size or 0 for size in sizes.values())
+        return {"stages": list(self.stages), **sizes, "total": total, "host": _ceil(self.host)}
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "whole", "activations", "messages", "batch")

@@ -60,7 +60,24 @@ def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Sched
     else:
         choice = _choice(planned, graph, pattern, make)
     work = None if AUTO not in (options.recompute, options.offload) else _work(planned, graph, pattern)
-    return make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
+    table = make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
+    _check_host(planned, table)
+    return table
+
+
+def _check_host(planned: Planned, table: Schedule) -> None:
+    """ScheduleError if a rank would keep more activations on the host than its part of the node's memory."""
+    memory, topology = planned.options.device.host_memory, planned.topology
+    if memory is None or table.costs is None or table.costs.activation_bytes is None:
+        return
+    ranks = topology.ranks_per_node or topology.world_size
+    for rank, size in enumerate(peak_host_bytes(table, table.costs)):
+        if size > memory / ranks:
+            raise ScheduleError(
+                f"offload= would keep {size:,.0f} bytes of rank {rank} in the host's memory, and each of a node's "
+                f"{ranks} ranks has {memory / ranks:,.0f} of host_memory={memory:,.0f}; offload fewer stages, or use "
+                "more ranks"
+            )
 
 
 def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:

@@ -248,6 +248,8 @@ def _times(timeline: Timeline) -> str:
         others.append(f"W = {costs.weight[0]:g} F")
     if costs.comm:
         others.append(f"a hop = {costs.comm:g} F")
+    if timeline.copies and costs.copy is not None and len(set(costs.copy)) == 1:
+        others.append(f"a copy = {costs.copy[0]:g} F")
     at = f" at {', '.join(others)}" if others else ""
     return f"{bubble}, makespan {makespan:g} F (lower bound {bound:g} F){at}"
 

@@ -482,6 +482,7 @@ def test_the_figures_are_plain_data_in_whole_bytes(tmp_path: Path) -> None:
     for rank, whole in zip(told.ranks, found["ranks"], strict=True):
         sizes = {name: size for name, size in whole.items() if name != "stages"}
         assert {type(size) for size in sizes.values()} == {int}
+        assert sizes.pop("host") == 0
         assert sizes.pop("total") == sum(sizes.values()) == pytest.approx(rank.total, abs=len(sizes))
 
 

@@ -180,6 +180,16 @@ def test_options_name_the_stages_that_may_leave() -> None:
     assert (offloaded(rest.schedule), again(rest.schedule)) == ([0], [1, 2])
 
 
+def test_a_node_s_memory_limits_what_leaves() -> None:
+    """Each of a node's 4 ranks has a quarter of the node's memory."""
+    most = max(rank.host for rank in preview(offload=True).ranks)
+    assert most > 0
+    assert most in [rank["host"] for rank in preview(offload=True).as_dict()["ranks"]]
+    assert offloaded(preview(offload=True, hardware=fxpipe.Hardware(host_memory=4 * most)).schedule)
+    with pytest.raises(fxpipe.ScheduleError, match=r"of rank . in the host's memory, and each of a node's 4 ranks has"):
+        preview(offload=True, hardware=fxpipe.Hardware(host_memory=4 * most - 4))
+
+
 def test_names_need_no_example() -> None:
     names = preview().graph.names
     assert offloaded(preview(offload=[names[0]], example_args=None).schedule) == [0]
