@@ -97,8 +97,10 @@ def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
     elif costs is None and (replicated(graph.placement) or planned.options.offload):
         # Only true costs show idle time, which a stage on several ranks fills, and the time of copies to the host.
         costs = costs_by_shapes()
-    if family.memory is not None and not _tells_bytes(costs) and (known := costs_by_shapes()) is not None:
-        costs = known if costs is None else costs.or_else(known)
+    lacks_bytes = (family.memory is not None or planned.options.offload) and not _tells_bytes(costs)
+    if lacks_bytes and (known := costs_by_shapes()) is not None:
+        # Costs without a source may be in another unit than seconds, in which the time of a copy is known.
+        costs = known if costs is None else costs.or_else(known if costs.source else replace(known, copy=None))
     return replace(family, costs=costs)
 
 
