@@ -9,8 +9,8 @@ from html import escape
 
 from fxpipe.errors import printable
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import ActionTimes, Reduction, ran
 from fxpipe.schedules.kinds import KINDS, Kind
-from fxpipe.schedules.schedule import Reduction, Timeline, ran
 from fxpipe.schedules.show.words import describe, headline, numbers, unit_of
 
 # Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
@@ -39,7 +39,7 @@ CELL = 19
 """The desired width in pixels of a short cell."""
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: ActionTimes) -> str:
     """The picture: a row for each rank, to scale; stages have colours, ops tones, the critical path an outline."""
     layout = PictureLayout(timeline)
     what, figures = headline(timeline)
@@ -67,7 +67,7 @@ def svg(timeline: Timeline) -> str:
     return "\n".join(parts)
 
 
-def kinds_in(timeline: Timeline) -> list[Kind]:
+def kinds_in(timeline: ActionTimes) -> list[Kind]:
     used = {action.kind for row in timeline.schedule.rows for action in row}
     return [kind for kind in KINDS.values() if kind in used]
 
@@ -88,7 +88,7 @@ def _pattern_id(stage: int | None, kind: Kind) -> str:
     return f"fxpipe-{kind.letter}-{'any' if stage is None else stage}"
 
 
-def _patterns(timeline: Timeline) -> Iterator[str]:
+def _patterns(timeline: ActionTimes) -> Iterator[str]:
     """Yields a pattern for each stage and kind that is striped."""
     for kind in kinds_in(timeline):
         for stage in (None, *range(len(timeline.schedule.placement))):
@@ -103,7 +103,7 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
 # --- around the rows ---
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
+def _legend(timeline: ActionTimes) -> Iterator[str]:
     """Draws the kinds in grey: their tones are the same for each stage, and the rows' labels name the stages."""
     x = float(MARGIN)
     swatches = [
@@ -240,7 +240,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
 class PictureLayout:
     """Times and ranks → pixels."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: ActionTimes) -> None:
         schedule = timeline.schedule
         self.timeline = timeline
         self.stages = schedule.stages_of
@@ -289,7 +289,7 @@ class PictureLayout:
             yield stage, x, y, truncated(self.timeline.schedule.label(stage), room)
 
 
-def lanes(timeline: Timeline, rank: int) -> list[list[Reduction]]:
+def lanes(timeline: ActionTimes, rank: int) -> list[list[Reduction]]:
     """The reductions of a rank on as few lanes as possible, each on the first free lane: they do not overlap."""
     free: list[list[Reduction]] = []
     mine = [reduction for reduction in timeline.reductions if reduction.rank == rank]
