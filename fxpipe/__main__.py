@@ -132,7 +132,7 @@ def _show(args: argparse.Namespace) -> None:
     for path, write in ((args.svg, timeline.to_svg), (args.html, timeline.to_html), (args.trace, timeline.to_trace)):
         if path is not None:
             write(path)
-    print(table(timeline, full=args.full))
+    print(table(timeline.schedule, lambda: timeline, full=args.full))
 
 
 def _is_file(what: str) -> bool:

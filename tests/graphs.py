@@ -15,6 +15,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.table import table
 from tests.thinned import seeds
 
 Pairs = tuple[tuple[int, int], ...]
@@ -190,3 +191,10 @@ def values_of(edges: Sequence[tuple[int, int]], seed: int) -> list[Value]:
     values = [Value(*edge, number) for edge in sorted(set(edges)) for number in range(draw.randint(1, 3))]
     draw.shuffle(values)
     return values
+
+
+def whole_table(what: Schedule | Timeline) -> str:
+    """The printed table of a schedule or a timeline, not folded."""
+    if isinstance(what, Schedule):
+        return table(what, what.planned, full=True)
+    return table(what.schedule, lambda: what, full=True)

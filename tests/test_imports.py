@@ -32,8 +32,7 @@ PACKAGES = (
     "forecast run compiler __init__ loops doctor __main__".split()
 )
 """Each imports the ground and packages before it."""
-SHOWS_ITSELF = "fxpipe/schedules/schedule.py"
-"""Its methods import what shows, checks and simulates its values when they are called, from whatever floor."""
+
 PASSES_MAY_IMPORT = {"errors", "graph", "plain_data", "stage", "torch_compat", "passes"}
 MAY_IMPORT_PASSES = {"passes", "search", "capture", "plan", "compiler", "__init__"}
 MAY_PICKLE = {
@@ -78,11 +77,6 @@ class File:
         return {inner for block in blocks for inner in ast.walk(block)}
 
     @cached_property
-    def _in_functions(self) -> set[ast.AST]:
-        functions = [n for n in self.nodes if isinstance(n, ast.FunctionDef)]
-        return {inner for function in functions for inner in ast.walk(function)}
-
-    @cached_property
     def imported(self) -> set[str]:
         """The modules that it imports, wherever it does."""
         return modules_in(self.nodes)
@@ -94,15 +88,12 @@ class File:
 
     @cached_property
     def built_on(self) -> set[str]:
-        """Modules of fxpipe that it imports, also in functions and for annotations; but not what shows its values."""
-        left_out = set()
-        if self.path == SHOWS_ITSELF:
-            left_out = self._in_functions
-        return modules_in(n for n in self.nodes if n not in left_out) & set(BY_MODULE)
+        """Modules of fxpipe that it imports, also in functions and for annotations."""
+        return self.imported & set(BY_MODULE)
 
     @cached_property
     def packages_imported(self) -> set[str]:
-        return {BY_MODULE[name].package for name in self.imported & set(BY_MODULE)}
+        return {BY_MODULE[name].package for name in self.built_on}
 
     @cached_property
     def names_distributed(self) -> bool:
@@ -177,7 +168,6 @@ def test_there_is_something_to_walk() -> None:
     assert len(FILES) > 30
     assert "graph" in BY_PATH["passes/split.py"].packages_imported
     assert any(file.names_distributed for file in FILES if file.package == "distributed")
-    assert "fxpipe.schedules.table" in BY_PATH[SHOWS_ITSELF].imported - BY_PATH[SHOWS_ITSELF].built_on
 
 
 def test_a_package_imports_the_ground_and_packages_before_it() -> None:

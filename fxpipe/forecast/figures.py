@@ -23,9 +23,9 @@ from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.tables import saving
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
+from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
-from fxpipe.schedules.simulate import peak_bytes, peak_host_bytes
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
 from fxpipe.sharding.data_axis import dealt

@@ -17,7 +17,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import Plan
 from fxpipe.schedules.schedule import Schedule, Timeline
-from fxpipe.schedules.table import in_seconds, table
+from fxpipe.schedules.table import in_seconds
 from fxpipe.small_file import write_whole
 
 
@@ -130,7 +130,7 @@ class Preview(Tabular):
         write_whole(path, json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n")
 
     def __str__(self) -> str:
-        parts = [str(self.graph), table(self.timeline), self.saving, self._memory, self._figures, self.what]
+        parts = [str(self.graph), str(self.timeline), self.saving, self._memory, self._figures, self.what]
         return printable("\n".join(filter(None, parts)))
 
     def __repr__(self) -> str:

@@ -34,8 +34,8 @@ from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
 from fxpipe.schedules.families.solve import worthwhile
+from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import peak_bytes, peak_host_bytes
 from fxpipe.schedules.verify import check as check_table
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plain_data import admitted
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Reduction, Span
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.kinds import BACKWARD, KINDS, Kind
-from fxpipe.schedules.schedule import Reduction, Schedule, Span, Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
 MEASURED = "costs measured"

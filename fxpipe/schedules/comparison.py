@@ -12,8 +12,9 @@ from tabulate import tabulate
 from fxpipe.errors import ScheduleError, printable
 from fxpipe.notebook import Tabular
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Span, ran
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Span, Timeline, ran
+from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.step_breakdown import milliseconds
 from fxpipe.validation import shown
 

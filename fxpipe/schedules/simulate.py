@@ -1,29 +1,25 @@
-"""Simulate: costs → the time of each action, a lower bound of every table's makespan, and what stages hold."""
+"""Simulate: costs → the time of each action."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph.ranks import rank_count, ranks_of
-from fxpipe.graph.topological import topological_order
 from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import ActionTable
+from fxpipe.schedules.action_times import ActionTimes, Copy, Span
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Held, Kind, Lane
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Kind, Lane
 from fxpipe.schedules.lower import Message
-from fxpipe.schedules.schedule import Copy, Schedule, Span, Timeline
-
-if TYPE_CHECKING:
-    from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.verify import check_cells
 
 
 @paused()
-def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None = None) -> Timeline:
-    """Returns the timeline in which every action runs as early as its row and its messages allow. ``dependencies``:
+def simulate(schedule: ActionTable, costs: Costs, dependencies: Dependencies | None = None) -> ActionTimes:
+    """Returns the times if every action runs as early as its row and its messages allow. ``dependencies``:
     None: the table's own. ScheduleError if the table deadlocks."""
     spans: dict[Action, Span] = {}
     since: dict[Action, float] = {}
@@ -48,7 +44,7 @@ def simulate(schedule: Schedule, costs: Costs, dependencies: Dependencies | None
     stuck = [str(row[len(times) - 1]) for row, times in rows if len(times) <= len(row)]
     if stuck:
         raise ScheduleError(f"the table deadlocks at {', '.join(stuck)}; verify() says why")
-    return Timeline(schedule, spans, since, costs, awaited=awaited, copies=tuple(lanes.copies.values()))
+    return ActionTimes(schedule, spans, since, costs, awaited=awaited, copies=tuple(lanes.copies.values()))
 
 
 class _Lanes:
@@ -85,7 +81,9 @@ class _Links:
     time, in the sender's order, once it is made and its receive is posted. ``ready``: when each rank is ready for each
     place of its row, as far as the rank has come."""
 
-    def __init__(self, schedule: Schedule, comm: float, ahead: Mapping[int, int], ready: list[list[float]]) -> None:
+    def __init__(self, schedule: ActionTable, comm: float, ahead: Mapping[int, int], ready: list[list[float]]) -> None:
+        if "_messages" not in vars(schedule):  # they are made once for each table
+            check_cells(schedule)
         messages = self._messages = schedule._messages
         self._rows, self._comm, self._ready = schedule.rows, comm, ready
         self._arrived: dict[Message, float] = {}
@@ -119,7 +117,7 @@ class _Links:
         return self._arrived[message]
 
 
-def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
+def makespan(schedule: ActionTable, dependencies: Dependencies) -> float:
     """Returns the makespan at the table's costs, or at F = 1 and B = 2; infinite if the table deadlocks."""
     try:
         return simulate(schedule, schedule.costs or Costs.of(len(schedule.placement)), dependencies).makespan
@@ -127,7 +125,7 @@ def makespan(schedule: Schedule, dependencies: Dependencies) -> float:
         return math.inf
 
 
-def least_makespan(schedule: Schedule, costs: Costs) -> float:
+def least_makespan(schedule: ActionTable, costs: Costs) -> float:
     """Returns a lower bound of the makespan that ``simulate`` finds, much faster: every receive is posted in time, and
     no stage waits for its readers. Infinite if the table deadlocks."""
     backward, rank_of, rows, stages = schedule.backward, schedule.rank_of, schedule.rows, range(len(schedule.placement))
@@ -171,115 +169,3 @@ def least_makespan(schedule: Schedule, costs: Costs) -> float:
                             sent[there, first] = links[rank][there]
                         times[first : first + size] = [sent.get((there, first), now)] * size
     return max(free) if before == sum(map(len, rows)) else math.inf
-
-
-def lower_bound(
-    stages: Schedule | Problem, costs: Costs, groups: Sequence[int] | None, rows: Sequence[Sequence[Action]] = ()
-) -> float:
-    """Returns a lower bound of the makespan of all tables of a stage graph that split the same backwards in halves: max
-    over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
-
-    A head is the longest forward path to a stage of the rank, before the rank can begin; a tail the longest backward
-    path after its last gradient. G is a stage's time before it sends a gradient: B, or, if the table splits its
-    backward, only I, since the W's may come last. Without a split the bound is head + m·Σ(F + B) + tail.
-
-    An R counts as work, and not in tails, since an R need not wait. A gathered stage has m / K actions; its head has K
-    forwards of each stage that feeds it, and the tails of these stages have K gradients. A stage on several ranks gives
-    each rank its turns; a second bound of a rank omits such stages, whose heads and tails may be shorter than the
-    others'. ``groups``: K of each stage. ``rows``: the table, if it has an I or an R.
-    """
-    count, ranks = len(stages.placement), [ranks_of(entry) for entry in stages.placement]
-    size = groups or (1,) * count
-    gradient, forward = list(costs.backward), list(costs.forward)
-    for stage, kind in dict.fromkeys((action.stage, action.kind) for row in rows for action in row):
-        if kind.messages is BACKWARD:
-            gradient[stage] = min(gradient[stage], kind.times(costs)[stage])
-        elif kind.is_optional and kind.part_of is BACKWARD:  # for all micro-batches
-            forward[stage] += kind.times(costs)[stage]
-    head, tail = [0.0] * count, [0.0] * count
-    after: dict[int, list[int]] = {stage: [] for stage in range(count)}
-    for source, target in stages.edges:
-        after[source].append(target)
-    # Longest paths, in topological order. A gathered target needs K forwards of its source first, and returns K
-    # gradients; a source on r ranks runs ⌈K / r⌉ of these one after another.
-    for source in topological_order({stage: stage for stage in range(count)}, after):
-        for target in after[source]:
-            hop = costs.comm * set(ranks[source]).isdisjoint(ranks[target])
-            times = -(-max(size[target] // size[source], 1) // len(ranks[source]))
-            head[target] = max(head[target], head[source] + times * costs.forward[source] + hop)
-            if stages.backward[source] and stages.backward[target]:
-                tail[target] = max(tail[target], tail[source] + times * gradient[source] + hop)
-    bounds = []
-    for rank in range(rank_count(stages.placement)):
-        mine = [stage for stage in range(count) if rank in ranks[stage]]
-        for some in {tuple(mine), tuple(stage for stage in mine if len(ranks[stage]) == 1)} - {()}:
-            work = sent = 0.0
-            for s in some:
-                turns = len(range(ranks[s].index(rank), stages.microbatches // size[s], len(ranks[s])))
-                work += (forward[s] + costs.backward[s] * stages.backward[s]) * turns
-                sent += (forward[s] + gradient[s] * stages.backward[s]) * turns
-            # The rank may run W's while the last gradient is under way, so only F and G add the tail.
-            last = min(tail[s] for s in some)
-            bounds.append(min(head[s] for s in some) + max(work, sent + last))
-    return max(bounds, default=0.0)
-
-
-# --- the micro-batches and bytes that stages hold: of a micro-batch all from F, or from R, to the end of its backward,
-# and the inputs alone from F to R ---
-
-
-def changes_in_flight(schedule: Schedule) -> Callable[[Action], int]:
-    """Returns a function: action → how many more micro-batches its stage holds after it; negative if it frees some."""
-    recomputed = schedule.dependencies.recomputed
-
-    def change(action: Action) -> int:
-        if not schedule.backward[action.stage]:
-            return 0
-        load = Held(1, 0, 1, 0, (action.stage, action.microbatch) in recomputed)
-        return action.count * int(action.kind.change(load))
-
-    return change
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Returns, per stage, the most micro-batches that the stage holds on any of its ranks."""
-    peaks, change = [0] * len(schedule.placement), changes_in_flight(schedule)
-    for row in schedule.rows:
-        in_flight = [0] * len(peaks)
-        for action in row:
-            in_flight[action.stage] += change(action)
-            peaks[action.stage] = max(peaks[action.stage], in_flight[action.stage])
-    return tuple(peaks)
-
-
-def peak_host_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Returns, per rank, the most bytes of activations in the host's memory: each offloaded micro-batch has a buffer
-    there from its F, when its copy begins, to its backward."""
-    offloaded, peaks = schedule.dependencies.offloaded, []
-    for row in schedule.rows:
-        now = peak = 0.0
-        for action in row:
-            if action.kind.messages is not None and (action.stage, action.microbatch) in offloaded:
-                now += costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
-                peak = max(peak, now)
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def peak_bytes(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    """Returns, per rank, the most bytes that its micro-batches hold; the costs must give ``activation_bytes``.
-
-    Inputs that have arrived for a forward that has not run yet do not count.
-    """
-    # The peak may occur inside an action, which may hold more bytes while it runs than before or after.
-    recomputed = schedule.dependencies.recomputed
-    peaks = []
-    for row in schedule.rows:
-        now = peak = 0.0
-        for action in row:
-            if schedule.backward[action.stage]:
-                peak = max(peak, now + costs.beside(action))
-                now += costs.held(action, (action.stage, action.microbatch) in recomputed)
-                peak = max(peak, now)
-        peaks.append(peak)
-    return tuple(peaks)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from fxpipe.errors import ScheduleError, printable
 from fxpipe.graph.ranks import ranks_of
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import ActionTable
+from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.dependency import in_steps
-from fxpipe.schedules.schedule import Schedule, Timeline
 
 Step = tuple[Action | None, ...]
 """A column of the table: the action of each rank in that step, None if the rank idles."""
@@ -24,24 +25,28 @@ AIRY, CLOSE = 2, 1
 """The number of blanks between two columns. An airy table adds two more after the longest header."""
 
 
-def table(what: Schedule | Timeline, full: bool = False) -> str:
+def table(schedule: ActionTable, planned: Callable[[], ActionTimes], full: bool = False) -> str:
     """Returns the table as text: rows are ranks with their stages, columns are steps of one action each; then figures.
 
     A table wider than the terminal is folded: of steps that repeat for each micro-batch, the table shows one period,
-    and a line lists the omitted steps. A table that is still too wide becomes several blocks. ``full``: never folds.
+    and a line lists the omitted steps. A table that is still too wide becomes several blocks.
+
+    Args:
+        schedule: the table.
+        planned: returns the times for the figures; the text says so if it raises ScheduleError.
+        full: never folds.
     """
-    schedule = what if isinstance(what, Schedule) else what.schedule
     stages, ranks = len(schedule.placement), len(schedule.rows)
     head = f"{schedule.name}: {stages} stages on {ranks} ranks, {schedule.microbatches} micro-batches"
-    return printable("\n".join([*_drawn(schedule, full=full), head, *_figures(what)]))
+    return printable("\n".join([*_drawn(schedule, full=full), head, *_figures(planned)]))
 
 
-def grid(schedule: Schedule, marked: Collection[Action] = ()) -> str:
+def grid(schedule: ActionTable, marked: Collection[Action] = ()) -> str:
     """The table's cells, marked cells in brackets; of a table wider than the terminal only steps near these."""
     return "\n".join(_drawn(schedule, marked))
 
 
-def _drawn(schedule: Schedule, marked: Collection[Action] = (), full: bool = False) -> list[str]:
+def _drawn(schedule: ActionTable, marked: Collection[Action] = (), full: bool = False) -> list[str]:
     """Returns the lines of cells: all cells if they fit, else the steps near the marked cells, or a folded table."""
     steps = list(zip(*in_steps(schedule.rows, schedule.dependencies), strict=True))
     whole = [*_heads(schedule), *_columns(steps, marked)]
@@ -78,7 +83,7 @@ def _range(first: int, end: int) -> str:
     return f"step {first}" if end == first + 1 else f"steps {first}–{end - 1}"
 
 
-def _folds(schedule: Schedule, steps: Sequence[Step]) -> list[Fold]:
+def _folds(schedule: ActionTable, steps: Sequence[Step]) -> list[Fold]:
     """Returns the steady states of a table; of several choices, the folds that omit the most steps."""
     places = {action: index for index, step in enumerate(steps) for action in step if action is not None}
     # A pattern may repeat for each micro-batch, for a lap of interleaved stages, for a group, or for a round of ranks.
@@ -121,7 +126,7 @@ def _later(action: Action, shift: int) -> Action:
 # --- drawing ---
 
 
-def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
+def _folded(schedule: ActionTable, steps: Sequence[Step]) -> list[str]:
     """Returns the whole table if it fits with narrower gaps, else the folded table, in as many blocks as needed."""
     # A narrow terminal loses, in this order: long names, blanks between columns, repeated steps, one block.
     columns, heads = _columns(steps), _heads(schedule, _width() // 3)
@@ -138,7 +143,7 @@ def _folded(schedule: Schedule, steps: Sequence[Step]) -> list[str]:
     return [*drawn, *map(str, folds)]
 
 
-def _near(schedule: Schedule, steps: Sequence[Step], places: Sequence[int], marked: Collection[Action]) -> list[str]:
+def _near(schedule: ActionTable, steps: Sequence[Step], places: Sequence[int], marked: Collection[Action]) -> list[str]:
     """Returns as many steps around these places as fit on a line: all steps if possible, at least one on each side."""
     columns, heads = _columns(steps, marked), _heads(schedule, _width() // 3)
     shown: list[Column] = []
@@ -195,11 +200,11 @@ def _columns(steps: Sequence[Step], marked: Collection[Action] = ()) -> list[Col
     ]
 
 
-def _left_out(schedule: Schedule) -> Column:
+def _left_out(schedule: ActionTable) -> Column:
     return [LEFT_OUT] * (1 + len(schedule.rows))
 
 
-def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
+def _heads(schedule: ActionTable, most: int | None = None) -> list[Column]:
     """The head columns: ranks, and each rank's stages by number and name. ``most``: the most letters."""
     texts = [", ".join(map(schedule.label, mine)) for mine in schedule.stages_of]
     if most is not None:
@@ -210,9 +215,9 @@ def _heads(schedule: Schedule, most: int | None = None) -> list[Column]:
 # --- figures ---
 
 
-def _figures(what: Schedule | Timeline) -> list[str]:
+def _figures(planned: Callable[[], ActionTimes]) -> list[str]:
     try:
-        timeline = what.planned() if isinstance(what, Schedule) else what
+        timeline = planned()
     except ScheduleError as error:
         return [str(error)]
     schedule = timeline.schedule
@@ -229,7 +234,7 @@ def _figures(what: Schedule | Timeline) -> list[str]:
     return figures
 
 
-def _times(timeline: Timeline) -> str:
+def _times(timeline: ActionTimes) -> str:
     """Bubble, makespan and lower bound: in seconds if known, else in the costs' unit, F if each F is 1."""
     makespan, bound, costs = timeline.makespan, timeline.lower_bound, timeline.costs
     bubble = f"bubble {timeline.bubble:.1%}"

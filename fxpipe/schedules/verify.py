@@ -17,10 +17,10 @@ from typing import NoReturn
 from fxpipe.errors import ScheduleError
 from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
 from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, OFFLOAD, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
-from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.table import grid
 
 Step = tuple[int, Instruction]
@@ -31,7 +31,7 @@ Event = Action | Message | Reduce
 
 
 @paused()
-def verify(schedule: Schedule) -> None:
+def verify(schedule: ActionTable) -> None:
     """ScheduleError, with the failing cells marked, if an action is wrong or ranks deadlock.
 
     A table whose cells can run in the order of their dependencies passes: ``lower`` posts a receive before its use, and
@@ -43,14 +43,16 @@ def verify(schedule: Schedule) -> None:
         prove(schedule, schedule.instructions, schedule.links)
 
 
-def check(schedule: Schedule) -> None:
+def check(schedule: ActionTable) -> None:
     """Raises ScheduleError, with the failing cells marked, if an action is wrong; does not check for deadlocks."""
     _check_complete(schedule, check_cells(schedule))
     _check_edges(schedule)
 
 
 @paused()
-def prove(schedule: Schedule, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike]) -> list[Step]:
+def prove(
+    schedule: ActionTable, instructions: Sequence[Sequence[Instruction]], edges: Sequence[EdgeLike]
+) -> list[Step]:
     """Returns all ranks' instructions in an order in which one process can run them; raises ScheduleError, with the
     waiting cells marked, if no order exists."""
     machine = Machine(instructions, edges, schedule.backward)
@@ -65,7 +67,7 @@ Seen = Sequence[Mapping[int, int]]
 """Stage → micro-batch, or first of a group → the kinds that a table has, a bit of ``_bits`` each."""
 
 
-def check_cells(schedule: Schedule) -> Seen:
+def check_cells(schedule: ActionTable) -> Seen:
     """Checks that every action covers a group of its stage, is on the stage's rank, and occurs once."""
     groups, rank_of, bits = schedule.groups, schedule.rank_of, _bits()
     seen = [defaultdict[int, int](int) for _ in groups]
@@ -91,7 +93,7 @@ def _bits() -> dict[Kind, int]:
     return {kind: 1 << number for number, kind in enumerate(KINDS.values())}
 
 
-def _check_complete(schedule: Schedule, seen: Seen) -> None:
+def _check_complete(schedule: ActionTable, seen: Seen) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none; and that a
     micro-batch has O and P together, and not with an R."""
     bits = _bits()
@@ -126,7 +128,7 @@ def _check_complete(schedule: Schedule, seen: Seen) -> None:
             _fail(schedule, here or schedule.rows[rank][-1:], fact)
 
 
-def _check_edges(schedule: Schedule) -> None:
+def _check_edges(schedule: ActionTable) -> None:
     """Checks that the stages after a gathered stage run in its groups, and that a stage with a backward that feeds
     other stages gets a gradient from at least one of them."""
     groups, backward = schedule.groups, schedule.backward
@@ -148,7 +150,7 @@ def _next_cell(left: Sequence[Instruction]) -> list[Action]:
     return [step.action for step in left if isinstance(step, Compute)][:1]
 
 
-def _fail(schedule: Schedule, marked: Collection[Action], fact: str) -> NoReturn:
+def _fail(schedule: ActionTable, marked: Collection[Action], fact: str) -> NoReturn:
     raise ScheduleError(f"{fact}\n{grid(schedule, marked)}")
 
 

@@ -13,8 +13,10 @@ from fxpipe.options import Recompute
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.solve import solved, worthwhile
+from fxpipe.schedules.in_flight import peak_bytes
+from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import least_makespan, lower_bound, peak_bytes
+from fxpipe.schedules.simulate import least_makespan
 from fxpipe.search.block_graph import BlockGraph
 
 

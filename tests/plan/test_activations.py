@@ -18,8 +18,8 @@ from fxpipe.options import Options
 from fxpipe.plan.activations import AGAIN, HOST, Choice, marked, searched_choice
 from fxpipe.schedules import build
 from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.schedule import Schedule
-from fxpipe.schedules.simulate import peak_bytes
 from tests.graphs import FAMILIES, WORKED, chain, random_bare
 from tests.plan.test_recomputation import Blocks, again, preview
 

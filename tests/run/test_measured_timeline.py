@@ -20,8 +20,8 @@ from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
 from fxpipe.distributed.stopwatch import ACTIONS, Elapsed, Lap, Reduced, Stopwatch
 from fxpipe.run.timeline_recorder import mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
+from fxpipe.schedules.action_times import Reduction
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Reduction
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool

@@ -12,11 +12,12 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction, Kind
 from fxpipe.schedules.lower import Compute, Receive
-from fxpipe.schedules.schedule import Row, Schedule, Timeline
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.verify import prove
 from tests.graphs import FAMILIES, WORKED, Bare, random_bare
 from tests.thinned import seeds

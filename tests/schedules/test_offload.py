@@ -11,11 +11,12 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Cause
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.kinds import Kind, Lane
 from fxpipe.schedules.lower import Compute, Receive
-from fxpipe.schedules.schedule import Cause, Schedule
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, WORKED, chain, random_bare
 
 LAST = "1F0 1B0 1F1 1B1 1F2 1B2"

@@ -11,8 +11,9 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Cause
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Cause, Schedule
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import FAMILIES, JOINED, RECOMPUTED, bare, chain, halves, joined, random_bare
 
 

@@ -15,7 +15,7 @@ from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.lower import Compute
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.table import grid, table
-from tests.graphs import FAMILIES, WORKED, Bare, bare, chain, random_bare
+from tests.graphs import FAMILIES, WORKED, Bare, bare, chain, random_bare, whole_table
 from tests.thinned import every, seeds
 from tests.work import steps
 
@@ -50,7 +50,7 @@ def read(text: str) -> Printed:
 def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -> None:
     for seed in seeds(40):
         schedule = random_bare(seed, frozen=seed % 2 == 0).build(name, 1 + seed % 12)
-        cells = read(table(schedule, full=True)).cells
+        cells = read(whole_table(schedule)).cells
         rows = tuple(tuple(Action.parse(cell) for cell in row if cell) for row in cells)
         executed = tuple(
             tuple(step.action for step in row if isinstance(step, Compute)) for row in schedule.instructions
@@ -62,7 +62,7 @@ def test_the_printed_table_reads_back_as_the_rows_that_are_executed(name: str) -
 def test_a_column_is_a_step_and_nothing_could_stand_further_left(name: str) -> None:
     for seed in seeds(40):
         graph = random_bare(seed)
-        cells = read(table(graph.build(name, 4), full=True)).cells
+        cells = read(whole_table(graph.build(name, 4))).cells
         step = {Action.parse(cell): place for row in cells for place, cell in enumerate(row) if cell}
         gradient = Kind.I if any(action.kind is Kind.I for action in step) else Kind.B
         for row in cells:
@@ -118,14 +118,14 @@ def test_a_rank_without_actions_has_an_empty_row() -> None:
 
 
 def figures(timeline: Timeline) -> list[str]:
-    return read(table(timeline, full=True)).figures[1:]
+    return read(whole_table(timeline)).figures[1:]
 
 
 def test_a_timeline_prints_the_table_of_its_schedule_and_its_own_figures() -> None:
     schedule = build("1f1b", WORKED, 8)
-    assert str(schedule.simulate()) == table(schedule.simulate()) == table(schedule) == str(schedule)
+    assert str(schedule.simulate()) == table(schedule, schedule.planned) == str(schedule)
     other = schedule.simulate(comm=1)
-    assert str(other) == table(other) != str(schedule)
+    assert str(other) == table(schedule, lambda: other) != str(schedule)
     assert str(other).splitlines()[:7] == str(schedule).splitlines()[:7]
 
 
@@ -265,7 +265,7 @@ def test_what_is_shown_and_what_is_left_out_are_the_whole_table(
     graph, m = LONG[kind]
     monkeypatch.setenv("COLUMNS", str(width))
     schedule = graph.build(name, m)
-    whole = list(zip(*read(table(schedule, full=True)).cells, strict=True))
+    whole = list(zip(*read(whole_table(schedule)).cells, strict=True))
     folded = unfold(str(schedule))
     assert max(map(len, folded.lines)) <= width
     omitted = [left_out(note) for note in folded.notes]
@@ -353,19 +353,19 @@ def test_a_long_table_by_hand(width: int, picture: str, monkeypatch: pytest.Monk
 
 def test_a_table_that_fits_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = build("1f1b", chain(3), 4)
-    whole = table(schedule, full=True)
+    whole = whole_table(schedule)
     wide = max(map(len, whole.splitlines()[:-3]))
     monkeypatch.setenv("COLUMNS", str(wide))
     assert str(schedule) == whole
     monkeypatch.setenv("COLUMNS", str(wide - 1))
     assert str(schedule) != whole
-    assert table(schedule, full=True) == whole
+    assert whole_table(schedule) == whole
 
 
 def test_long_stage_names_are_cut_short_where_the_table_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["encoder." * 10, "decoder." * 10, "loss"]
     schedule = build("1f1b", chain(3), 40, names=names)
-    assert f"0: {names[0]}" in table(schedule, full=True)
+    assert f"0: {names[0]}" in whole_table(schedule)
     monkeypatch.setenv("COLUMNS", "90")
     folded = unfold(str(schedule))
     assert max(map(len, folded.lines)) <= 90
@@ -398,7 +398,7 @@ def test_of_a_long_table_the_neighbourhood_of_the_marked_cells_is_shown(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     schedule = build("1f1b", chain(4), 200)
-    whole = list(zip(*read(table(schedule, full=True)).cells, strict=True))
+    whole = list(zip(*read(whole_table(schedule)).cells, strict=True))
     near = unfold(grid(schedule, list(map(Action.parse, marked))))
     assert max(map(len, near.lines)) <= 100
     cells = {cell for column in near.columns for cell in column[1:]}

@@ -14,8 +14,8 @@ import torch
 from fxpipe import Kind, Schedule, ScheduleError, Topology
 from fxpipe.run import exchange as exchange_module
 from fxpipe.run.exchange import WireExchange
+from fxpipe.schedules.dependency import Link
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, lower, user_of
-from fxpipe.schedules.schedule import Link
 from tests.graphs import FAMILIES, random_bare
 from tests.messages import ByMessage
 from tests.strict_transport import StrictTransport, current_seat, run_strict

@@ -17,6 +17,7 @@ from functools import partial
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.families.limits import (
     Caps,
     Chosen,
@@ -29,7 +30,6 @@ from fxpipe.schedules.families.list_scheduling import Priority, backward_first, 
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.solve import with_recompute
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Row
 from fxpipe.validation import is_whole, shown
 
 MANY = 3_000

@@ -18,12 +18,12 @@ from functools import partial
 from itertools import pairwise
 
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.limits import Maker
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Row
 
 
 def laps(problem: Problem, split: bool = False) -> list[Maker]:

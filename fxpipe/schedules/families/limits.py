@@ -9,10 +9,11 @@ from typing import Literal, NamedTuple, TypeVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.schedule import Row, Schedule
-from fxpipe.schedules.simulate import peak_bytes, peak_in_flight
+from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
+from fxpipe.schedules.schedule import Schedule
 
 T = TypeVar("T", int, float)
 

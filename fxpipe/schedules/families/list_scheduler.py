@@ -7,9 +7,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies
-from fxpipe.schedules.schedule import Row
 
 Unit = tuple[Action, ...]
 """Actions that run one directly after the other: an R with its backward, or a single action."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, held_back
 from fxpipe.schedules.families.limits import Caps, Maker, exceeds
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Units
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
-from fxpipe.schedules.schedule import Row
 
 Key = Callable[[int, Kind], tuple[tuple[int, ...], tuple[int, ...]]]
 """(stage, kind) → the sort keys before and after the micro-batch's number. Of the ready actions, the action with the

@@ -25,13 +25,14 @@ from dataclasses import dataclass, replace
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.families.limits import exceeds
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
-from fxpipe.schedules.schedule import Row, Schedule, Timeline
-from fxpipe.schedules.simulate import peak_bytes
+from fxpipe.schedules.schedule import Schedule, Timeline
 
 SCALES = (1, 0.5, 0.25, 0)
 """The fractions of the copy times that walks assume, in the order in which they are tried."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.laps import laps
@@ -36,7 +37,6 @@ from fxpipe.schedules.families.limits import (
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Row
 
 MANY = 10_000
 """Above so many actions, greedy chooses with a smaller problem, and makes only few tables of full size."""

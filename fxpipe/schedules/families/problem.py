@@ -9,11 +9,12 @@ from graphlib import CycleError, TopologicalSorter
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of, replicated
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link
 from fxpipe.schedules.given import check_graph, check_length
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Row, Schedule
+from fxpipe.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import RankOf, ranks_of, replicated
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.dependency import Dependencies
 from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.offload import with_offload
 from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.in_flight import peak_in_flight
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Held, Kind
-from fxpipe.schedules.schedule import Row, Schedule
-from fxpipe.schedules.simulate import peak_in_flight
+from fxpipe.schedules.schedule import Schedule
 
 _FINEST = 8
 """The number of steps of the grid, on each axis."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.families.zero_bubble import check_folds, zb_v
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
-from fxpipe.schedules.schedule import Row
 
 PERIOD = 6
 """The slots from a micro-batch to the next: F, I and W of a rank's two stages."""

@@ -27,6 +27,7 @@ from itertools import pairwise
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
 from fxpipe.schedules.families.laps import laps
@@ -34,7 +35,6 @@ from fxpipe.schedules.families.limits import shortest, shortest_of
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import FORWARD, Kind
-from fxpipe.schedules.schedule import Row
 
 
 def zb_h1(problem: Problem) -> tuple[Row, ...]:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fxpipe.schedules.schedule import Timeline, ran
+from fxpipe.schedules.action_times import ActionTimes, ran
+from fxpipe.schedules.in_flight import changes_in_flight
 from fxpipe.schedules.show.svg_picture import lanes
 from fxpipe.schedules.show.words import headline, numbers, unit_of, waited
-from fxpipe.schedules.simulate import changes_in_flight
 from fxpipe.schedules.step_breakdown import BETWEEN, COMPUTE, WAITING
 
 Event = dict[str, Any]
@@ -19,7 +19,7 @@ FIRST_THREAD = 1
 """Trace viewers take thread 0 for the idle task, and show it apart from the others."""
 
 
-def chrome_trace(timeline: Timeline) -> str:
+def chrome_trace(timeline: ActionTimes) -> str:
     """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, counters of micro-batches in flight.
 
     A measured step begins at 0, and includes the time around its actions. The format counts in microseconds.
@@ -44,7 +44,7 @@ def chrome_trace(timeline: Timeline) -> str:
     )
 
 
-def _metadata(timeline: Timeline) -> Iterator[Event]:
+def _metadata(timeline: ActionTimes) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": "pipe group"}}
     schedule = timeline.schedule
     for rank in range(len(schedule.rows)):
@@ -58,17 +58,17 @@ def _thread(number: int, name: str) -> Iterator[Event]:
     yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _nanoseconds(timeline: Timeline, time: float) -> int:
+def _nanoseconds(timeline: ActionTimes, time: float) -> int:
     return round(time * (1e9 if timeline.measured or timeline.costs.source else 1e6))
 
 
-def _slice(timeline: Timeline, thread: int, name: str, category: str, span: Iterable[float]) -> Event:
+def _slice(timeline: ActionTimes, thread: int, name: str, category: str, span: Iterable[float]) -> Event:
     start, end = (_nanoseconds(timeline, time) for time in span)
     where = {"pid": PROCESS, "tid": FIRST_THREAD + thread}
     return {"ph": "X", "name": name, "cat": category, **where, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
-def _slices(timeline: Timeline) -> Iterator[Event]:
+def _slices(timeline: ActionTimes) -> Iterator[Event]:
     unit = unit_of(timeline)
     for rank, row in enumerate(ran(timeline)):
         for action in row:
@@ -82,7 +82,7 @@ def _slices(timeline: Timeline) -> Iterator[Event]:
             yield {**_slice(timeline, rank, str(action), action.kind.words, timeline.spans[action]), "args": args}
 
 
-def _around(timeline: Timeline) -> Iterator[Event]:
+def _around(timeline: ActionTimes) -> Iterator[Event]:
     """Yields slices for the work of each process outside its actions, on the first rank that the process plays."""
     for spell in timeline.spells:
         if spell.category != COMPUTE:
@@ -90,7 +90,7 @@ def _around(timeline: Timeline) -> Iterator[Event]:
             yield _slice(timeline, spell.ranks[0], name, spell.category, (spell.start, spell.end))
 
 
-def _bars(timeline: Timeline) -> Iterator[Event]:
+def _bars(timeline: ActionTimes) -> Iterator[Event]:
     """Yields the reductions and copies, on threads after those of the ranks: one for each lane, since slices of a
     thread may not overlap."""
     number = len(timeline.schedule.rows)
@@ -102,7 +102,7 @@ def _bars(timeline: Timeline) -> Iterator[Event]:
             number += 1
 
 
-def _arrows(timeline: Timeline) -> Iterator[Event]:
+def _arrows(timeline: ActionTimes) -> Iterator[Event]:
     """Yields a flow for each dependency between ranks: from the end of the needed action to the start of its user."""
     rank, number = timeline.schedule.rank, 0
     for action, span in timeline.spans.items():
@@ -123,7 +123,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
             yield {"ph": "f", "bp": "e", **flow, "tid": target, "ts": arrival / 1000}
 
 
-def _counters(timeline: Timeline) -> Iterator[Event]:
+def _counters(timeline: ActionTimes) -> Iterator[Event]:
     """Yields counters per stage: the micro-batches whose forward has run and whose backward has not ended."""
     change_after = changes_in_flight(timeline.schedule)
     for rank, row in enumerate(ran(timeline)):

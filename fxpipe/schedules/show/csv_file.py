@@ -22,15 +22,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import TypeVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, as_placement
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import ActionTable, StrPath
 from fxpipe.schedules.dependency import Link, in_steps
 from fxpipe.schedules.given import check_given, nested
 from fxpipe.schedules.kinds import BACKWARD, FORWARD
 from fxpipe.schedules.lower import Compute, Message, Receive, Send
-from fxpipe.schedules.schedule import Schedule, StrPath
 from fxpipe.schedules.verify import check, prove
 from fxpipe.small_file import read_small, write_whole
 
@@ -38,14 +39,15 @@ _MOST = 2**26  # bytes; a file of a million actions with their messages is small
 _MESSAGE = re.compile(r"[0-9]+(SEND|RECV)_[FB][0-9]+")
 _PARAMETERS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+Read = TypeVar("Read", bound=ActionTable)
 
 
 # --- reading ---
 
 
-def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Schedule:
-    """See ``Schedule.from_csv``. ScheduleError, too, if the file has no action, omits a stage number, or is not UTF-8;
-    OSError if it is a device or a pipe."""
+def read(kind: type[Read], path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Read:
+    """Returns a table of the class ``kind``: see ``Schedule.from_csv``. ScheduleError, too, if the file has no action,
+    omits a stage number, or is not UTF-8; OSError if it is a device or a pipe."""
     name = os.fspath(path)
     rows: list[tuple[Action, ...]] = []
     messages: list[Counter[str]] = []  # of each rank
@@ -64,7 +66,7 @@ def read(path: StrPath, edges: Iterable[tuple[int, int]] | None = None) -> Sched
         check_given(edges=(links := nested(edges)))
     # The file does not say which stages have a backward, or how many micro-batches there are: the cells show both.
     differentiated = {action.stage for row in rows for action in row if action.kind.part_of is BACKWARD}
-    schedule = Schedule(
+    schedule = kind(
         rows=tuple(rows),
         edges=tuple(links),
         placement=placement,
@@ -120,7 +122,7 @@ def _placement(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     return as_placement(places)
 
 
-def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: Schedule) -> None:
+def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: ActionTable) -> None:
     for rank, (present, row) in enumerate(zip(messages, schedule.instructions, strict=True)):
         steps = (step for step in row if isinstance(step, Send | Receive))
         wanted = Counter(_cell(step, schedule.links[step.message.edge]) for step in steps)
@@ -135,7 +137,7 @@ def _check_messages(name: str, messages: Sequence[Counter[str]], schedule: Sched
 # --- writing ---
 
 
-def write(schedule: Schedule, path: StrPath, communication: bool = False) -> None:
+def write(schedule: ActionTable, path: StrPath, communication: bool = False) -> None:
     """See ``Schedule.to_csv``."""
     if communication:
         rows = _with_messages(schedule)
@@ -148,7 +150,7 @@ def write(schedule: Schedule, path: StrPath, communication: bool = False) -> Non
     write_whole(path, text.getvalue())
 
 
-def _with_messages(schedule: Schedule) -> list[list[str]]:
+def _with_messages(schedule: ActionTable) -> list[list[str]]:
     """Returns the instructions in an order that one process could run: a receive comes after its message was sent.
 
     A reader of the file may wait for each receive, as torch's runtime does, and would deadlock if a receive came before

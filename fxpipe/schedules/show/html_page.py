@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from html import escape
 
 from fxpipe.errors import ScheduleError, printable
 from fxpipe.notebook import preformatted
-from fxpipe.schedules.schedule import Schedule, Timeline
+from fxpipe.schedules.action_table import ActionTable
+from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.show.words import headline
 from fxpipe.schedules.step_breakdown import tabulated
@@ -19,7 +21,7 @@ body { margin: 0; font: 13px system-ui, sans-serif }
 """
 
 
-def html(timeline: Timeline) -> str:
+def html(timeline: ActionTimes) -> str:
     """Returns the picture as a page that loads and runs nothing; a browser shows the title of the cell pointed at."""
     table = preformatted(tabulated(timeline.spells)) + "\n" if timeline.spells else ""
     return f"""<!DOCTYPE html>
@@ -42,17 +44,15 @@ MOST_CELLS = 10_000
 """The most cells of a picture in a notebook, about 2 MB, which the notebook loads each time it opens."""
 
 
-def pictured(shown: Schedule | Timeline) -> str:
-    """Returns ``shown`` as HTML: its picture and its table. A table that deadlocks has no picture."""
-    table = preformatted(str(shown))
-    schedule = shown if isinstance(shown, Schedule) else shown.schedule
+def pictured(schedule: ActionTable, planned: Callable[[], ActionTimes], text: str) -> str:
+    """Returns the picture of the times as HTML, and ``text``, its table. A table that deadlocks has no picture."""
+    table = preformatted(text)
     # A notebook keeps each output in its file, and a browser draws it again when the file opens.
     cells = sum(map(len, schedule.rows))
     if cells > MOST_CELLS:
         return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
     try:
-        timeline = shown.planned() if isinstance(shown, Schedule) else shown
-        return f'<div style="overflow-x: auto">{_apart(svg(timeline))}</div>{table}'
+        return f'<div style="overflow-x: auto">{_apart(svg(planned()))}</div>{table}'
     except ScheduleError as error:
         return table + preformatted(str(error))
 

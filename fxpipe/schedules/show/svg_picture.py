@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from fxpipe.errors import printable
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import ActionTimes, ran
 from fxpipe.schedules.kinds import KINDS, Kind
-from fxpipe.schedules.schedule import Timeline, ran
 from fxpipe.schedules.show.words import describe, headline, numbers, unit_of
 
 # Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
@@ -41,7 +41,7 @@ CELL = 19
 """The desired width in pixels of a short cell."""
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: ActionTimes) -> str:
     """The picture: a row for each rank, to scale; stages have colours, ops tones, the critical path an outline."""
     layout = PictureLayout(timeline)
     what, figures = headline(timeline)
@@ -69,7 +69,7 @@ def svg(timeline: Timeline) -> str:
     return "\n".join(parts)
 
 
-def kinds_in(timeline: Timeline) -> list[Kind]:
+def kinds_in(timeline: ActionTimes) -> list[Kind]:
     used = {action.kind for row in timeline.schedule.rows for action in row}
     return [kind for kind in KINDS.values() if kind in used]
 
@@ -90,7 +90,7 @@ def _pattern_id(stage: int | None, kind: Kind) -> str:
     return f"fxpipe-{kind.letter}-{'any' if stage is None else stage}"
 
 
-def _patterns(timeline: Timeline) -> Iterator[str]:
+def _patterns(timeline: ActionTimes) -> Iterator[str]:
     """Yields a pattern for each stage and kind that is striped."""
     for kind in kinds_in(timeline):
         for stage in (None, *range(len(timeline.schedule.placement))):
@@ -105,7 +105,7 @@ def _patterns(timeline: Timeline) -> Iterator[str]:
 # --- around the rows ---
 
 
-def _legend(timeline: Timeline) -> Iterator[str]:
+def _legend(timeline: ActionTimes) -> Iterator[str]:
     """Draws the kinds in grey: their tones are the same for each stage, and the rows' labels name the stages."""
     x = float(MARGIN)
     swatches = [
@@ -246,7 +246,7 @@ def _outlines(layout: PictureLayout) -> Iterator[str]:
 class PictureLayout:
     """Times and ranks → pixels."""
 
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: ActionTimes) -> None:
         schedule = timeline.schedule
         self.timeline = timeline
         self.stages = schedule.stages_of
@@ -305,7 +305,7 @@ class Bar(NamedTuple):
     end: float
 
 
-def lanes(timeline: Timeline, rank: int) -> list[list[Bar]]:
+def lanes(timeline: ActionTimes, rank: int) -> list[list[Bar]]:
     """The reductions of a rank, and then its copies, on as few lanes as possible: bars of a lane do not overlap."""
     reductions = [
         Bar(each.what, "reduction", each.start, each.end) for each in timeline.reductions if each.rank == rank

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.schedule import Timeline
+from fxpipe.schedules.action_times import ActionTimes
 
 
 def numbers(action: Action) -> str:
@@ -32,7 +32,7 @@ class TimeUnit(NamedTuple):
         return f"{self.number(start)} to {self.time(end)}"
 
 
-def unit_of(timeline: Timeline) -> TimeUnit:
+def unit_of(timeline: ActionTimes) -> TimeUnit:
     """Returns the unit: seconds are written in s or ms; other planned times count F if each forward costs 1.
 
     Times are written to about a hundred-thousandth of the makespan: a clock is not more exact.
@@ -45,7 +45,7 @@ def unit_of(timeline: Timeline) -> TimeUnit:
     return TimeUnit(name, scale, (4 if timeline.measured else 5) - size)
 
 
-def headline(timeline: Timeline) -> tuple[str, str]:
+def headline(timeline: ActionTimes) -> tuple[str, str]:
     """Returns the picture's title, and its figures."""
     schedule, unit = timeline.schedule, unit_of(timeline)
     stages, ranks = _count(len(schedule.placement), "stage"), _count(len(schedule.rows), "rank")
@@ -57,7 +57,7 @@ def headline(timeline: Timeline) -> tuple[str, str]:
     )
 
 
-def describe(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
+def describe(timeline: ActionTimes, action: Action, unit: TimeUnit) -> str:
     """Returns the title of an action's cell: its rank, stage and kind, when it ran, and what it waited for."""
     start, end = timeline.spans[action]
     schedule, plural = timeline.schedule, "es" * (action.count > 1)
@@ -68,7 +68,7 @@ def describe(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
     )
 
 
-def waited(timeline: Timeline, action: Action, unit: TimeUnit) -> str:
+def waited(timeline: ActionTimes, action: Action, unit: TimeUnit) -> str:
     """Returns a text that says what an action waited for, and how long."""
     cause, lost = timeline.cause(action), timeline.waited(action)
     time = unit.time(lost) if unit.number(lost) != "0" else None

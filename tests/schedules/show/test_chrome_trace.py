@@ -17,9 +17,10 @@ import pytest
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Span
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Span, Timeline
+from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.show.chrome_trace import chrome_trace
 from tests.graphs import FAMILIES, chain, random_bare
 from tests.thinned import seeds

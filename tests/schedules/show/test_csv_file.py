@@ -11,9 +11,9 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.kinds import Kind
-from fxpipe.schedules.schedule import Row, Schedule
-from fxpipe.schedules.table import table
+from fxpipe.schedules.schedule import Schedule
 from tests.graphs import (
     FAMILIES,
     JOINED,
@@ -26,6 +26,7 @@ from tests.graphs import (
     examples,
     joined,
     random_bare,
+    whole_table,
 )
 from tests.thinned import in_turn, pairwise
 
@@ -98,7 +99,7 @@ def test_a_table_that_halts_is_written_for_its_author_to_mend_but_not_with_messa
 @pytest.mark.parametrize(("kind", "name"), in_turn(list(GRAPHS), FAMILIES))
 def test_a_cell_stands_in_the_column_where_the_printed_table_has_it(kind: str, name: str, tmp_path: Path) -> None:
     schedule = GRAPHS[kind].build(name, 4)
-    head, _, *lines = table(schedule, full=True).splitlines()[: len(schedule.rows) + 2]
+    head, _, *lines = whole_table(schedule).splitlines()[: len(schedule.rows) + 2]
     steps = [match.start() for match in re.finditer(r"\b\d+\b", head)]
     for row, line in zip(written(schedule, tmp_path).splitlines(), lines, strict=True):
         columns = {match.start(): match[0] for match in re.finditer(r"\b\d+[FBIW]\d+\b", line)}

@@ -15,14 +15,14 @@ import pytest
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_times import Reduction, Span
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Reduction, Span, Timeline
+from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.show.chrome_trace import chrome_trace
 from fxpipe.schedules.show.html_page import html
 from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.step_breakdown import BEFORE, COMPUTE, WAITING, Spell
-from fxpipe.schedules.table import table
-from tests.graphs import JOINED, RECOMPUTED, WORKED, chain, joined
+from tests.graphs import JOINED, RECOMPUTED, WORKED, chain, joined, whole_table
 
 GOLDEN = Path(__file__).with_name("golden")
 NAMES = ("image 0", "image 1", "text 0", "text 1", "loss")
@@ -79,7 +79,7 @@ def events(timeline: Timeline) -> str:
 
 
 FORMS: dict[str, Callable[[Timeline], str]] = {
-    "txt": lambda timeline: f"{table(timeline, full=True)}\n",
+    "txt": lambda timeline: f"{whole_table(timeline)}\n",
     "svg": svg,
     "html": html,
     "json": events,

@@ -1,0 +1,184 @@
+"""``ActionTimes``: when the actions of a table run, and figures derived from the times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.action_table import ActionTable
+from fxpipe.schedules.costs import Costs
+from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
+from fxpipe.schedules.kinds import BACKWARD, Lane
+from fxpipe.schedules.lower_bound import lower_bound
+from fxpipe.schedules.step_breakdown import Spell, Spent, spent
+
+
+class Span(NamedTuple):
+    """When an action runs."""
+
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+class Cause(NamedTuple):
+    """The cause of an action's start: the action that it waited for, and whether that action's result changed ranks."""
+
+    action: Action
+    crosses: bool
+
+
+class Copy(NamedTuple):
+    """When a rank's copy lane copied the activations of an action's micro-batches.
+
+    ``action``: the F whose activations left for the host, or the P that brought them back.
+    """
+
+    rank: int
+    lane: Lane
+    action: Action
+    start: float
+    end: float
+
+
+class Reduction(NamedTuple):
+    """When gradients were reduced over the data axis while a pipe rank ran its actions: from the start of the first
+    collective to the end of the last; a reduction may have several collectives."""
+
+    rank: int
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """The spans of a table's actions. Times are in the unit of the costs, in seconds if measured; the first action
+    begins at 0."""
+
+    schedule: ActionTable
+    spans: Mapping[Action, Span]
+    since: Mapping[Action, float]
+    """The time at which an action's rank was ready for the action; the rank waited from then to the span's start."""
+    costs: Costs
+    """The costs of the plan; for a measured timeline, the measured medians."""
+    measured: bool = False
+    reductions: tuple[Reduction, ...] = ()
+    """The reductions over the data axis, if measured; each rank's in the order in which they started."""
+    spells: tuple[Spell, ...] = ()
+    """If measured, the spells of each process from the step's beginning to its end, one process after another."""
+    awaited: Mapping[Action, Action] = field(default_factory=dict)
+    """For a plan: an action → the action of another rank, or the action that began a copy, that it waited for after
+    its own rank was ready."""
+    copies: tuple[Copy, ...] = ()
+    """The copies of activations to the host and back; each rank's in the order in which they began."""
+    advice: Callable[[], object] | None = field(default=None, compare=False, repr=False)
+    """For a measured timeline of a run: finds the one change of placement that would help most, as ``advise`` does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "advice": None}  # the advice comes from the run's own state
+
+    @cached_property
+    def spent(self) -> tuple[Spent, ...]:
+        """How each process's step divides: compute, waiting for each message, Python between actions, and the time
+        before the first action and after the last one. Empty for a plan."""
+        return spent(self.spells)
+
+    @cached_property
+    def makespan(self) -> float:
+        """The time from the step's start at 0 to the end of the last action."""
+        return max((span.end for span in self.spans.values()), default=0.0)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """The time that each rank computes."""
+        return tuple(sum(self.spans[action].duration for action in row) for row in ran(self))
+
+    @cached_property
+    def overlapped(self) -> tuple[Reduction, ...]:
+        """The reductions that started before the last backward of their rank had ended."""
+        # A reduction that starts after the last backward of its rank overlaps nothing.
+        last = [0.0] * len(self.schedule.rows)
+        for action, span in self.spans.items():
+            if action.kind.part_of is BACKWARD:
+                rank = self.schedule.rank(action)
+                last[rank] = max(last[rank], span.end)
+        return tuple(reduction for reduction in self.reductions if reduction.start < last[reduction.rank])
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The idle part of each rank's time, from 0 to 1."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of all ranks' time: the mean over ranks."""
+        return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
+
+    @cached_property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """Per stage, the most micro-batches whose forward (at a recomputed stage, whose R) has run, and whose backward
+        has not ended. A group counts as all of its micro-batches."""
+        return peak_in_flight(self.schedule)
+
+    @cached_property
+    def peak_bytes(self) -> tuple[float, ...] | None:
+        """Per rank, the most bytes of micro-batches in flight; None if the costs have no ``activation_bytes``."""
+        return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """A lower bound of the makespan, at these costs, of all tables that split the same backwards in halves."""
+        return lower_bound(self.schedule, self.costs, self.schedule.groups, self.schedule.rows)
+
+    def cause(self, action: Action) -> Cause | None:
+        """Returns the last event that had to happen before an action could begin; None if no event had to.
+
+        If the rank was busy until then, the cause is the rank's previous action.
+        """
+        if action in self.awaited:
+            other = self.awaited[action]
+            return Cause(other, self.schedule.rank(other) != self.schedule.rank(action))
+        # The previous action on the same rank counts first: if it ended last, the action waited for nothing else.
+        rank = self.schedule.rank(action)
+        ahead = self._ahead.get(action)
+        cause, latest = (None, 0.0) if ahead is None else (Cause(ahead, False), self.spans[ahead].end)
+        for other in self.schedule.dependencies.needs(action):
+            if other in self.spans:
+                crosses = self.schedule.rank(other) != rank
+                arrival = self.spans[other].end + self.costs.comm * crosses
+                if cause is None or arrival > latest:
+                    cause, latest = Cause(other, crosses), arrival
+        return cause
+
+    def waited(self, action: Action) -> float:
+        """Returns how long an action's rank waited before the action; 0 if it did not run, or if unknown."""
+        return self.spans[action].start - self.since[action] if action in self.spans and action in self.since else 0.0
+
+    @cached_property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The actions from the first to the action that ends the step; each waited for the action before it."""
+        # Walks back from the step's end, from each action to the action that it waited for last.
+        path: list[Action] = []
+        action = max(self.spans, key=lambda action: self.spans[action].end, default=None)
+        while action is not None:
+            path.append(action)
+            cause = self.cause(action)
+            action = cause.action if cause is not None else None
+        return tuple(reversed(path))
+
+    @cached_property
+    def _ahead(self) -> Mapping[Action, Action]:
+        return {second: first for row in ran(self) for first, second in pairwise(row)}
+
+
+def ran(timeline: ActionTimes) -> list[list[Action]]:
+    """Returns each rank's actions that ran, in order; a micro-batch without weight has no backward."""
+    return [[action for action in row if action in timeline.spans] for row in timeline.schedule.rows]
