@@ -44,7 +44,7 @@ from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_c
 from fxpipe.sharding.parallelise import parts_of
 from fxpipe.stage.with_loss import with_loss
 from fxpipe.torch_compat import IS_TESTED, TESTED
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import shown
 

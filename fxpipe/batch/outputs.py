@@ -21,7 +21,7 @@ from fxpipe.graph.packing import Meta, allocate, pack, unpack
 from fxpipe.progress import log
 from fxpipe.stage.loss import Sum, is_mean, step_dtype
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.pytree import one_level, tensors_in
+from fxpipe.torch_compat.tensors import one_level, tensors_in
 from fxpipe.validation import is_mapping, is_number, shown
 
 Where = tuple[Any, ...]

@@ -17,7 +17,7 @@ from fxpipe.graph.gathering import concatenated
 from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.pytree import one_level
+from fxpipe.torch_compat.tensors import one_level
 from fxpipe.validation import is_mapping, shown
 
 PartSizes = Mapping[str, tuple[int, ...]]

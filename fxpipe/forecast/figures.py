@@ -29,7 +29,7 @@ from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Relea
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
 from fxpipe.sharding.data_axis import dealt
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 

@@ -27,7 +27,7 @@ from fxpipe.stage.opaque_call import unwritten
 from fxpipe.stage.stage_calls import Backward, Forward
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import hook_tables
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.validation import Expected, check, is_list, is_mapping, is_text, is_whole, list_of, shown
 
 

@@ -18,7 +18,7 @@ from fxpipe.device import to_host
 from fxpipe.errors import RunError
 from fxpipe.numerics.fingerprint import NOTHING, Fingerprint, measure, positions_of
 from fxpipe.tensors.dtensors import local
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 
 INPUT, VALUE, LOSS, GRADIENT = "input", "value", "loss", "gradient"
 PARAMETER_GRADIENT, PARAMETER = "parameter's gradient", "parameter"

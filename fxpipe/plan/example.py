@@ -25,7 +25,7 @@ from fxpipe.parameters.ownership import check_no_extra_state
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.stage.with_loss import target_of
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import Sample
 from fxpipe.validation import shown

@@ -30,7 +30,7 @@ from fxpipe.stage.activation_checkpoints import checkpoints_noted, checkpoints_t
 from fxpipe.stage.modes import Autocast, modes_restored, within
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of, without_onednn
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.checks.on_fakes import attribute, call_node, faked, left_as_it_is, modes_of
 from fxpipe.trace.fake import FakeModel, fake_model
 

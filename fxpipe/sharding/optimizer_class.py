@@ -17,7 +17,7 @@ from fxpipe.tensors.dtensors import is_dtensor
 from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import NUMBER_READ, TorchDispatchMode
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.validation import shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]

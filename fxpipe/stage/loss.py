@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fxpipe.errors import RunError
 from fxpipe.progress import log
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.validation import is_number, is_whole, shown
 
 

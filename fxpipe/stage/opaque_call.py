@@ -15,8 +15,7 @@ from fxpipe.like import TensorLike
 from fxpipe.stage.elsewhere import ElsewhereError
 from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.torch_compat.tensors import version_of
+from fxpipe.torch_compat.tensors import tensors_in, version_of
 
 PLAIN_LEAF = (
     *(type(None), bool, int, float, complex, str, bytes, type(...)),

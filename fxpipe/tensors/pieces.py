@@ -18,8 +18,7 @@ from fxpipe.errors import CheckpointError
 from fxpipe.tensors.dtensors import description_of, is_dtensor, local
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import TO_COPY
-from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.torch_compat.tensors import plain_results, wrapper
+from fxpipe.torch_compat.tensors import plain_results, tensors_in, wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -82,3 +82,5 @@ if _gone := lacking([module for module in PRIVATE if not IS_TESTED or module in 
         f"torch {torch.__version__} no longer has {', '.join(_gone)}, which fxpipe uses; "
         f"install torch {TESTED[0]} to {TESTED[-1]}, or a newer fxpipe"
     )
+
+from torch.utils import _pytree as pytree  # noqa: E402, F401  (trees of containers; documented, but private)

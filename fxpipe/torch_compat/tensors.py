@@ -1,4 +1,4 @@
-"""Tensors: their memory, versions, hooks and subclasses. The names are the same in 2.13 to 2.15."""
+"""Tensors: in containers, their memory, versions, hooks and subclasses. The names are the same in 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.device import shared_name
+from fxpipe.torch_compat import pytree
 
 plain_results: Any = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` for subclasses: results computed from the subclass are plain tensors."""
@@ -39,6 +40,18 @@ def wrapper(
 ) -> Any:
     """A tensor of a subclass, without memory; the subclass's ``__torch_dispatch__`` runs the tensor's operators."""
     return Tensor._make_wrapper_subclass(cls, tuple(size), strides, dtype=dtype, device=device)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def one_level(value: Any, *leaves: type) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flattens only the outermost container. Instances of ``leaves`` are leaves."""
+    # torch leaves is_leaf in a reference cycle, which would keep a value alive; a number keeps nothing alive
+    outermost = id(value)
+    return pytree.tree_flatten(value, lambda node: id(node) != outermost or isinstance(node, leaves))
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from fxpipe.stage.modes import within
 from fxpipe.tensors.rounding import unit
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import TorchDispatchMode
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]

@@ -25,7 +25,7 @@ from fxpipe.run import loading
 from fxpipe.sharding.optimizer_class import ELEMENTWISE, initial_state
 from fxpipe.torch_compat.groups import default_store
 from fxpipe.torch_compat.operators import TorchDispatchMode
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from tests.pool import Pool
 
 

@@ -21,7 +21,7 @@ from fxpipe import TraceError, stage_boundary
 from fxpipe.capture import capturing
 from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.torch_compat.operators import TorchDispatchMode
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.checks import capture_check
 from tests.device import DEVICE
 from tests.harness import assert_same, replica_of

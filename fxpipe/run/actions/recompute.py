@@ -23,8 +23,7 @@ from fxpipe.tensors.dtensors import local
 from fxpipe.tensors.rounding import is_repeated
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
-from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.torch_compat.tensors import version_of
+from fxpipe.torch_compat.tensors import tensors_in, version_of
 
 Run = Callable[..., tuple[tuple[Any, ...], Saved | None]]
 """A stage's forward: inputs → (outputs, saved values for its backward)."""

@@ -24,8 +24,7 @@ from fxpipe.tensors.rounding import differences, gap, in_double, is_close, is_sa
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.modules import BATCH_STATISTICS
-from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.torch_compat.tensors import gradients_through
+from fxpipe.torch_compat.tensors import gradients_through, tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.checks.row_check import Losses, check_rows
 from fxpipe.trace.opaque.region_calls import watching

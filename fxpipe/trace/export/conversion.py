@@ -30,8 +30,8 @@ from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.export import enter_autocast, exit_autocast, mode_passes, set_grad_enabled
 from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.operators import ASSERTIONS, OpOverload
-from fxpipe.torch_compat.pytree import tensors_in
 from fxpipe.torch_compat.sizes import hint_of, holds_for, size_guards
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
 from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED

@@ -11,7 +11,7 @@ from fxpipe.like import TensorLike
 from fxpipe.stage.listed import can_be_joined
 from fxpipe.stage.opaque_call import Structure
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.pytree import one_level
+from fxpipe.torch_compat.tensors import one_level
 
 WHOLE = "whole"
 

@@ -20,7 +20,7 @@ from fxpipe.like import TensorLike
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.snapshots.snapshot import Snapshot, storage_of
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.fake import outside
 from fxpipe.trace.record.frame import PythonState
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode

@@ -17,7 +17,7 @@ from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
-from fxpipe.torch_compat.pytree import tensors_in
+from fxpipe.torch_compat.tensors import tensors_in
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

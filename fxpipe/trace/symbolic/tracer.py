@@ -28,8 +28,7 @@ from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.export import import_dynamo
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
-from fxpipe.torch_compat.pytree import tensors_in
-from fxpipe.torch_compat.tensors import version_of
+from fxpipe.torch_compat.tensors import tensors_in, version_of
 from fxpipe.trace.attributes import CaptureGuard
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
