@@ -19,11 +19,11 @@ from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
-from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.own_generators import own_generators
 from fxpipe.trace import NEED_SHAPES, Cut
 from fxpipe.trace.checks.sizes import FAMILIES, Family

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpipe import passes as default_passes
 from fxpipe.batch.batch import joined_description
 from fxpipe.batch.description import Description, example_of, for_any_words, known_by_type
-from fxpipe.batch.objects import like_of
+from fxpipe.batch.objects import spec_of
 from fxpipe.batch.pattern import GivenInputs, Pattern
 from fxpipe.capture.auto_opaque import capture_in_part, unused, with_unused
 from fxpipe.capture.captures import Captured, Captures, Observed
@@ -25,7 +25,6 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program, Shapes, gather_of, is_boundary
 from fxpipe.graph.question import Unanswered
-from fxpipe.like import ObjectValue
 from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
 from fxpipe.packed import counted
@@ -33,6 +32,7 @@ from fxpipe.passes.chain import chain
 from fxpipe.progress import progress
 from fxpipe.search.choose import Balanced
 from fxpipe.search.node_costs import CostUnknown
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.modes import evaluating
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.own_generators import own_generators
@@ -265,7 +265,7 @@ class CaptureRun:
         """TraceError if forward has changed an object among its inputs."""
         inside = ((name, leaf) for name, _, leaves in inputs.holding for leaf in leaves)
         for name, value in (*inputs.fixed, *inside):
-            if isinstance(value, ObjectValue) and like_of(self.captures.objects[value]) != value:
+            if isinstance(value, ObjectValue) and spec_of(self.captures.objects[value]) != value:
                 raise TraceError(
                     f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "
                     "would do so; return what it computes, or keep it in a tensor"
