@@ -483,6 +483,6 @@ def drop_what_is_only_rounding(run: Run) -> None:
 def request_of(model: nn.Module, batch: Inputs, boundaries: Boundaries = ()) -> Request:
     """What a tracer is asked for a model that is given micro-batches like that one."""
     given = describe(batch, exact=True)
-    inputs = {name: value.like for name, value in given if value.kind == "input"}
+    inputs = {name: value.spec for name, value in given if value.kind == "input"}
     fixed = {name: value.detail for name, value in given if value.kind != "input"}
     return Request(model, tuple(inputs), fixed, example=inputs, cuts=resolve(model, boundaries).cuts)

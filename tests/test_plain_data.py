@@ -21,10 +21,10 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.graph.packing import Meta, TensorMeta, pack
-from fxpipe.like import TensorLike
 from fxpipe.plain_data import MOST_BYTES, check_length, decode, encode, encode_for_all
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import Kind
+from fxpipe.specs import TensorSpec
 from tests.thinned import ALL
 
 
@@ -89,7 +89,7 @@ VALUES = [
     deque([1, 2], maxlen=3),
     Registered({"x": (1,)}, Registered(2)),
     Action(3, Kind.F, 4),
-    TensorLike((2, 3), torch.float16, (3, 1), "cpu", True),
+    TensorSpec((2, 3), torch.float16, (3, 1), "cpu", True),
     TensorMeta((2, 3), (3, 1), torch.bfloat16, False, "cuda", 16, True),
     ["refused", "tuple", ["value", "TensorMeta"]],
 ]

@@ -10,8 +10,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.like import cast_batch
 from fxpipe.precision import Precision, cast_parameters
+from fxpipe.specs import cast_batch
 from tests.device import DEVICE
 
 

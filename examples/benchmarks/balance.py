@@ -25,7 +25,6 @@ from torch import Tensor, fx, nn
 from fxpipe import passes
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.program import Program
-from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.schedules import with_costs
 from fxpipe.search.block_graph import BlockGraph, work_of_program
@@ -34,6 +33,7 @@ from fxpipe.search.moves import connected
 from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
 from fxpipe.search.segments import between, partition
 from fxpipe.search.simulated_layouts import Judge, StageLayout
+from fxpipe.specs import TensorSpec
 from fxpipe.trace import Request, capture
 
 FAMILY = "1f1b"
@@ -43,8 +43,8 @@ MICROBATCHES_A_RANK = 4
 # --- the models ---
 
 
-def like(*shape: int, dtype: torch.dtype = torch.long) -> TensorLike:
-    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
+def spec(*shape: int, dtype: torch.dtype = torch.long) -> TensorSpec:
+    return TensorSpec(shape, dtype, torch.empty(shape, device="meta").stride(), "cpu", False)
 
 
 def clip(patch: int, width: int, layers: int, text_width: int, rows: int) -> tuple[nn.Module, dict[str, object]]:
@@ -56,9 +56,9 @@ def clip(patch: int, width: int, layers: int, text_width: int, rows: int) -> tup
         projection_dim=text_width,
     )
     batch = {
-        "input_ids": like(rows, 77),
-        "pixel_values": like(rows, 3, 224, 224, dtype=torch.float32),
-        "attention_mask": like(rows, 77),
+        "input_ids": spec(rows, 77),
+        "pixel_values": spec(rows, 3, 224, 224, dtype=torch.float32),
+        "attention_mask": spec(rows, 77),
     }
     with torch.device("meta"):
         return transformers.CLIPModel(config), batch | {"return_loss": True}
@@ -68,7 +68,7 @@ def mt5() -> tuple[nn.Module, dict[str, object]]:
     config = transformers.MT5Config(d_model=768, d_kv=64, d_ff=2048, num_layers=12, num_heads=12, vocab_size=250112)
     with torch.device("meta"):
         model = transformers.MT5ForConditionalGeneration(config)
-    return model, {"input_ids": like(8, 512), "attention_mask": like(8, 512), "labels": like(8, 512)}
+    return model, {"input_ids": spec(8, 512), "attention_mask": spec(8, 512), "labels": spec(8, 512)}
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, object]]]] = {
@@ -80,8 +80,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, object]]]] = {
 
 def captured(model: nn.Module, batch: dict[str, object]) -> tuple[Program, NodeCosts]:
     """The program that is balanced, and what its nodes take."""
-    example = {name: value for name, value in batch.items() if isinstance(value, TensorLike)}
-    fixed = {name: value for name, value in batch.items() if not isinstance(value, TensorLike)}
+    example = {name: value for name, value in batch.items() if isinstance(value, TensorSpec)}
+    fixed = {name: value for name, value in batch.items() if not isinstance(value, TensorSpec)}
     names = tuple(name for name in Request.signature(model, None).parameters if name in example)
     program = capture(Request(model.train(), names, fixed, example=example), "export")
     program = chain(passes.before_balance(), program)
@@ -308,7 +308,7 @@ def scaling(sizes: Sequence[int], ranks: int) -> None:
     rows = []
     for size in sizes:
         model = Towers(size // 13)
-        example = {name: like(2, 16, 64, dtype=torch.float32) for name in ("image", "text")}
+        example = {name: spec(2, 16, 64, dtype=torch.float32) for name in ("image", "text")}
         program = capture(Request(model, ("image", "text"), example=example), "symbolic")
         program = chain(passes.before_balance(), program)
         start = time.process_time()

@@ -11,8 +11,8 @@ from typing import Any
 from fxpipe.batch.description import Description, described, example_of
 from fxpipe.batch.rows import Counts, row_count, split_rows
 from fxpipe.batch.rules import InRows, PartSizes, rule_of
-from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, counted
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 
 
@@ -84,7 +84,7 @@ class Batch:
         descriptions = self.given if descriptions is None else descriptions
         if not self.is_whole:
             return list(descriptions)
-        return [_with_likes(descriptions[0], part) for part in self.split([example_of(descriptions[0])])]
+        return [_with_specs(descriptions[0], part) for part in self.split([example_of(descriptions[0])])]
 
 
 def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[str, Any]:
@@ -97,23 +97,23 @@ def joined(batches: Sequence[Mapping[str, Any]], batch_dim: BatchDim) -> dict[st
 
 def joined_description(descriptions: Sequence[Description], batch_dim: BatchDim) -> Description:
     """The description of several concatenated micro-batches."""
-    return _with_likes(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
+    return _with_specs(descriptions[0], joined(list(map(example_of, descriptions)), batch_dim))
 
 
 def with_rows(description: Description, batch_dim: BatchDim, rows: int) -> Description:
     """The description of a batch with ``rows`` rows; packed inputs stay unchanged."""
-    likes = example_of(description)
-    for name, like in likes.items():
-        if type(rule := rule_of(batch_dim, name, like)) is InRows:
-            likes[name] = pytree.tree_map_only(TensorLike, partial(TensorLike.resized, dim=rule.dim, size=rows), like)
-    return _with_likes(description, likes)
+    specs = example_of(description)
+    for name, spec in specs.items():
+        if type(rule := rule_of(batch_dim, name, spec)) is InRows:
+            specs[name] = pytree.tree_map_only(TensorSpec, partial(TensorSpec.resized, dim=rule.dim, size=rows), spec)
+    return _with_specs(description, specs)
 
 
-def _with_likes(description: Description, likes: Mapping[str, Any]) -> Description:
-    """The description with ``likes`` in place of its own inputs."""
+def _with_specs(description: Description, specs: Mapping[str, Any]) -> Description:
+    """The description with ``specs`` in place of its own inputs."""
     return tuple(
-        (name, described(likes[name], not any(type(leaf) is str for leaf in entry.detail[1])))
-        if name in likes
+        (name, described(specs[name], not any(type(leaf) is str for leaf in entry.detail[1])))
+        if name in specs
         else (name, entry)
         for name, entry in description
     )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.batch.objects import PLAIN, like_of
+from fxpipe.batch.objects import PLAIN, spec_of
 from fxpipe.device import shared_name
 from fxpipe.errors import RunError, TraceError
-from fxpipe.like import WORD, ObjectLike, ObjectValue, TensorLike
 from fxpipe.plain_data import admitted
+from fxpipe.specs import WORD, ObjectSpec, ObjectValue, TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list, is_mapping, shown
 
@@ -29,19 +29,19 @@ _BY_IDENTITY = tuple((type(value).__name__, repr(value)) for value in (None, Tru
 class InputDescription:
     """A rank's input. ``kind``: "none", "fixed" (a value that code may branch on) or "input".
 
-    ``detail``: a fixed value, or its ``ObjectValue``; for an "input", its container and leaves: a ``TensorLike`` for a
-    tensor; the type, or the type and value, for a Python value. ``like``: the input with a ``TensorLike`` in place of
+    ``detail``: a fixed value, or its ``ObjectValue``; for an "input", its container and leaves: a ``TensorSpec`` for a
+    tensor; the type, or the type and value, for a Python value. ``spec``: the input with a ``TensorSpec`` in place of
     each tensor.
     """
 
     kind: str
     detail: Any = None
-    like: Any = field(default=None, compare=False)
+    spec: Any = field(default=None, compare=False)
 
     @property
-    def tensors(self) -> list[TensorLike]:
+    def tensors(self) -> list[TensorSpec]:
         leaves = self.detail[1] if self.kind == "input" else ()
-        return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
+        return [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
 
     @property
     def fixed_leaves(self) -> tuple[Any, ...]:
@@ -49,14 +49,14 @@ class InputDescription:
         with tensors none of whose attributes is None."""
 
         def is_fixed(leaf: Any) -> bool:
-            return isinstance(leaf, ObjectValue) or (isinstance(leaf, ObjectLike) and bool(leaf.absent))
+            return isinstance(leaf, ObjectValue) or (isinstance(leaf, ObjectSpec) and bool(leaf.absent))
 
         return tuple(leaf if is_fixed(leaf) or leaf in _BY_IDENTITY else None for leaf in self.detail[1])
 
     @property
     def has_names(self) -> bool:
         """Whether the input is, or holds, a container with named items, any of which may be absent or None."""
-        parts = self.like if isinstance(self.like, (list, tuple)) else [self.like]
+        parts = self.spec if isinstance(self.spec, (list, tuple)) else [self.spec]
         return self.kind == "input" and any(not pytree.tree_is_leaf(part) for part in parts)
 
     @property
@@ -120,45 +120,45 @@ def describe(
 
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
-    """The description of an input, whose tensors may already be ``TensorLike``."""
+    """The description of an input, whose tensors may already be ``TensorSpec``."""
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:
         return InputDescription("fixed", value)
-    # ``detail`` has all facts on which a capture may depend, and is compared; ``like`` is split as the input is.
-    leaves, spec = pytree.tree_flatten(value)
-    likes = [_like(leaf, objects) for leaf in leaves]
-    if spec.is_leaf() and isinstance(likes[0], ObjectValue):
-        return InputDescription("fixed", likes[0])
-    described = tuple(leaf if isinstance(leaf, TensorLike) else _named(leaf, exact) for leaf in likes)
+    # ``detail`` has all facts on which a capture may depend, and is compared; ``spec`` is split as the input is.
+    leaves, tree = pytree.tree_flatten(value)
+    specs = [_spec(leaf, objects) for leaf in leaves]
+    if tree.is_leaf() and isinstance(specs[0], ObjectValue):
+        return InputDescription("fixed", specs[0])
+    described = tuple(leaf if isinstance(leaf, TensorSpec) else _named(leaf, exact) for leaf in specs)
     try:
-        like = pytree.tree_unflatten(likes, spec)
+        spec = pytree.tree_unflatten(specs, tree)
     except Exception as error:  # a container that checks its contents, such as PackedSequence
         raise RunError(
             f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "
             f"tensors, and make it of them in forward ({type(error).__name__}: {error})"
         ) from error
-    return InputDescription("input", ("" if spec.is_leaf() else str(spec), described), like)
+    return InputDescription("input", ("" if tree.is_leaf() else str(tree), described), spec)
 
 
-def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
+def _spec(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
     if isinstance(leaf, Tensor):
-        return TensorLike.of(leaf)
+        return TensorSpec.of(leaf)
     # NumPy numbers are described as Python numbers
     leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
-    if isinstance(leaf, (TensorLike, ObjectLike, ObjectValue)) or type(leaf) in PLAIN:
+    if isinstance(leaf, (TensorSpec, ObjectSpec, ObjectValue)) or type(leaf) in PLAIN:
         return leaf
     # Ranks cannot send objects to each other.
-    like = like_of(leaf)
-    if objects is not None and isinstance(like, ObjectValue):
-        objects[like] = leaf
-    return like
+    spec = spec_of(leaf)
+    if objects is not None and isinstance(spec, ObjectValue):
+        objects[spec] = leaf
+    return spec
 
 
 def _named(leaf: Any, exact: bool) -> Any:
     """The type of a leaf that is no tensor, with its ``repr``, by which 1, 1.0 and True differ, if ``exact``, and for
     None and truth values. An object's stand-in is returned unchanged."""
-    if isinstance(leaf, (ObjectLike, ObjectValue)):
+    if isinstance(leaf, (ObjectSpec, ObjectValue)):
         return leaf
     name = type(leaf).__name__
     value = shared_name(leaf) if isinstance(leaf, torch.device) else repr(leaf)
@@ -167,8 +167,8 @@ def _named(leaf: Any, exact: bool) -> Any:
 
 
 def example_of(description: Description) -> dict[str, Any]:
-    """The inputs that are neither None nor fixed, with a ``TensorLike`` in place of each tensor."""
-    return {name: entry.like for name, entry in description if entry.kind == "input"}
+    """The inputs that are neither None nor fixed, with a ``TensorSpec`` in place of each tensor."""
+    return {name: entry.spec for name, entry in description if entry.kind == "input"}
 
 
 def for_any_words(description: Description) -> Description:
@@ -196,7 +196,7 @@ def check_objects(description: Description) -> None:
     """TraceError for an object on which forward may branch, and whose value is not known."""
     for name, entry in description:
         for leaf in entry.detail[1] if entry.kind == "input" else ():
-            if isinstance(leaf, ObjectLike) and not leaf.is_data:
+            if isinstance(leaf, ObjectSpec) and not leaf.is_data:
                 raise TraceError(
                     f"input {name!r} is or holds {leaf}, which is neither a tensor nor plain data, and of which fxpipe "
                     "cannot see whether another one is equal to it, on another rank or in a later call; pass tensors, "
@@ -227,4 +227,4 @@ def _kind(entry: InputDescription) -> Any:
     if entry.kind != "input":
         return entry
     container, leaves = entry.detail
-    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf for leaf in leaves)
+    return container, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves)

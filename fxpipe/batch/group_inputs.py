@@ -16,8 +16,8 @@ from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.boundary import Mode
 from fxpipe.graph.gathering import Places, concatenated
-from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, rule_at
+from fxpipe.specs import ITEMS
 from fxpipe.torch_compat import pytree
 
 SCOPE = "rows"

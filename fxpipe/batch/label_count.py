@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from fxpipe.batch.description import Description, described
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.like import ITEMS, TensorLike
+from fxpipe.specs import ITEMS, TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_list
 
 IGNORED = -100
 """The label that no loss counts."""
-_GIVEN = described(TensorLike((), torch.float32, (), "cpu", False), exact=False)
+_GIVEN = described(TensorSpec((), torch.float32, (), "cpu", False), exact=False)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Items:
     def described(self, batch: Description) -> Description:
         """The batch's description, with the number of items if it has labels and the user has not given the number."""
         named = dict(batch)
-        wanted = not self.uncounted and "labels" in named and are_counted(named["labels"].like) and ITEMS not in named
+        wanted = not self.uncounted and "labels" in named and are_counted(named["labels"].spec) and ITEMS not in named
         return (*batch, (ITEMS, _GIVEN)) if wanted else batch
 
     def given(self, batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -104,11 +104,11 @@ class Items:
 
 
 def are_counted(labels: Any) -> bool:
-    """Whether labels can be counted: a tensor, a ``TensorLike``, or numbers in lists. A detector's labels, a dict for
+    """Whether labels can be counted: a tensor, a ``TensorSpec``, or numbers in lists. A detector's labels, a dict for
     each image, are not counted, as in transformers' Trainer."""
     if is_list(labels):
         return all(isinstance(leaf, Real) for leaf in pytree.tree_leaves(labels))
-    return isinstance(labels, (Tensor, TensorLike))
+    return isinstance(labels, (Tensor, TensorSpec))
 
 
 def with_number(inputs: dict[str, Any]) -> dict[str, Any]:

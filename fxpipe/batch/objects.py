@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fxpipe.batch.block_masks import block_mask_rows
 from fxpipe.device import shared_name
-from fxpipe.like import ObjectLike, ObjectValue
 from fxpipe.snapshots.contents import captured_by, open_reading_of, reading_of, walk
+from fxpipe.specs import ObjectSpec, ObjectValue
 from fxpipe.torch_compat.operators import OpOverload, OpOverloadPacket
 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -22,7 +22,7 @@ _BY_REPR = (*PLAIN, range, slice, torch.layout, torch.memory_format, OpOverload,
 _LONG = 200
 
 
-def like_of(value: Any) -> ObjectValue | ObjectLike:
+def spec_of(value: Any) -> ObjectValue | ObjectSpec:
     """The stand-in of an object that is no tensor and no plain value."""
     try:
         if any(part.parts and not part.is_entered for part in walk(value)):  # more parts than ``walk`` reads
@@ -32,7 +32,7 @@ def like_of(value: Any) -> ObjectValue | ObjectLike:
         parts = (part.value for part in walk(value, open_reading_of))
         is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
         attributes = getattr(value, "__dict__", {})
-        return ObjectLike(type(value).__name__, is_data, tuple(sorted(n for n, v in attributes.items() if v is None)))
+        return ObjectSpec(type(value).__name__, is_data, tuple(sorted(n for n, v in attributes.items() if v is None)))
     if len(text) > _LONG:
         text = f"{text[:_LONG]}... {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     return ObjectValue(text)

@@ -55,7 +55,7 @@ class OutputRows:
     def of(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
         """The rows of a batch's outputs. ``group``: the number of micro-batches in each output."""
         rules = list(rules_in(batch.given[0], batch.batch_dim).values())
-        along = {rule.dim for rule, like in rules if type(rule) is InRows and rule.length(like) is not None}
+        along = {rule.dim for rule, spec in rules if type(rule) is InRows and rule.length(spec) is not None}
         packed = [rule for rule, _ in rules if type(rule) is InPackedRows]
         in_lists = any(isinstance(rule, InEntries) for rule, _ in rules)
         several = [(rule.dim, of_groups(batch.part_sizes[rule.path], group)) for rule in packed]

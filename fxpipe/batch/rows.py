@@ -13,8 +13,8 @@ from torch import Tensor
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.rules import NotSplit, lists_in, rule_of, sequences_in
 from fxpipe.errors import RunError
-from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, counted, read_by, rule_at, written
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import is_mapping, shown
 
@@ -118,10 +118,10 @@ def merge_counts(everyone: Sequence[Counts]) -> Counts:
 
 
 def rules_in(description: Description, batch_dim: BatchDim) -> dict[str, tuple[NotSplit, Any]]:
-    """Path → the rule of an input, or of a value in a dict input, and the input with ``TensorLike`` for tensors."""
+    """Path → the rule of an input, or of a value in a dict input, and the input with ``TensorSpec`` for tensors."""
     inputs = example_of(description).items()
     return {
-        rule.path: (rule, part) for name, like in inputs for rule, part in rule_of(batch_dim, name, like).each(like)
+        rule.path: (rule, part) for name, spec in inputs for rule, part in rule_of(batch_dim, name, spec).each(spec)
     }
 
 
@@ -134,7 +134,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
     """
     # All inputs with rows, and all counts for the batch's rows, must give the same number of rows.
     rules = rules_in(description, batch_dim)
-    lengths = {path: rule.length(like) for path, (rule, like) in rules.items()}
+    lengths = {path: rule.length(spec) for path, (rule, spec) in rules.items()}
     by_input = {path: rules[path][0].rows(length) for path, length in lengths.items() if length is not None}
     for path, rule in counted(batch_dim).items():
         if lengths.get(path, 0) is None:
@@ -144,8 +144,8 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
         if rule.of is None and path in (counts or {}):
             by_input[f"counts of {path}"] = len((counts or {})[path])
     rows = {name: number for name, number in by_input.items() if number is not None}
-    likes = {path: rules[path][1] for path in rows if path in rules and not _is_named(path, batch_dim)}
-    _check_lists(likes, rows)
+    specs = {path: rules[path][1] for path in rows if path in rules and not _is_named(path, batch_dim)}
+    _check_lists(specs, rows)
     if len(set(rows.values())) > 1:
         apart = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise RunError(
@@ -159,14 +159,14 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
     return number
 
 
-def _check_lists(likes: Mapping[str, Any], rows: Mapping[str, int]) -> None:
-    """RunError for a list that may have an entry for each row. ``likes``: the inputs that ``batch_dim`` does not name.
+def _check_lists(specs: Mapping[str, Any], rows: Mapping[str, int]) -> None:
+    """RunError for a list that may have an entry for each row. ``specs``: the inputs that ``batch_dim`` does not name.
     ``rows``: the number of rows that each input gives."""
     # A list of images, 3 × height × width, looks like a list of tensors with 3 rows each. torchvision's detectors take
     # a list of images, and a DataLoader makes a list of tensors with rows.
-    lists = {path: list(lists_in(path, like)) for path, like in likes.items()}
+    lists = {path: list(lists_in(path, spec)) for path, spec in specs.items()}
     is_alone = all(map(lists.get, rows))
-    for path in likes:
+    for path in specs:
         for inner, listed in lists[path]:
             if _may_be_rows(listed, rows[path], is_alone):
                 raise RunError(
@@ -183,12 +183,12 @@ def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> lis
     """
     return [
         path
-        for name, (_, like) in rules_in(description, batch_dim).items()
-        for path, listed in sequences_in(name, like)
+        for name, (_, spec) in rules_in(description, batch_dim).items()
+        for path, listed in sequences_in(name, spec)
         if len(listed) == rows
         and (isinstance(listed, list) or isinstance(listed[0], str))
         and not _is_named(path, batch_dim)
-        and not any(isinstance(leaf, TensorLike) for leaf in pytree.tree_leaves(listed))
+        and not any(isinstance(leaf, TensorSpec) for leaf in pytree.tree_leaves(listed))
     ]
 
 

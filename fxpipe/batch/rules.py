@@ -14,8 +14,8 @@ from fxpipe.batch.block_masks import block_mask_part, block_mask_rows
 from fxpipe.batch.objects import PLAIN, has_numbers
 from fxpipe.errors import RunError, nearest
 from fxpipe.graph.gathering import concatenated
-from fxpipe.like import TensorLike
 from fxpipe.packed import BatchDim, Offsets, Packed, Rule, rule_at, written
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.tensors import one_level
 from fxpipe.validation import is_mapping, shown
@@ -28,19 +28,19 @@ PartSizes = Mapping[str, tuple[int, ...]]
 class NotSplit:
     """An input, or a value in a dict input, that each micro-batch takes unsplit. Other rules override the methods.
 
-    A ``like`` is an input with a ``TensorLike`` in place of each tensor; a ``value`` has tensors or ``TensorLike``.
+    A ``spec`` is an input with a ``TensorSpec`` in place of each tensor; a ``value`` has tensors or ``TensorSpec``.
     """
 
     path: str
 
-    def each(self, like: Any) -> Iterator[tuple[NotSplit, Any]]:
+    def each(self, spec: Any) -> Iterator[tuple[NotSplit, Any]]:
         """The rule and the input; for a dict input with a rule for each value, these rules and the values."""
-        yield self, like
+        yield self, spec
 
     def check(self, value: Any) -> None:
         """RunError for a value that cannot be split by the rule."""
 
-    def length(self, like: Any) -> int | None:
+    def length(self, spec: Any) -> int | None:
         """The number of rows, entries or sequences that are split; None if nothing is split."""
         return None
 
@@ -78,8 +78,8 @@ class InRows(NotSplit):
                     f"{written(self.path, 'fxpipe.Packed(1)')} where it is a list with an entry for each row"
                 )
 
-    def length(self, like: Any) -> int | None:
-        shapes = [leaf.shape for leaf in pytree.tree_leaves(like) if isinstance(leaf, TensorLike) and leaf.shape]
+    def length(self, spec: Any) -> int | None:
+        shapes = [leaf.shape for leaf in pytree.tree_leaves(spec) if isinstance(leaf, TensorSpec) and leaf.shape]
         for shape in shapes:
             if not -len(shape) <= self.dim < len(shape):
                 raise RunError(
@@ -103,7 +103,7 @@ class InRows(NotSplit):
         return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(own))]
 
     def _split_leaf(self, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-        if isinstance(leaf, TensorLike):
+        if isinstance(leaf, TensorSpec):
             return [leaf.of_size(self.dim, size) for size in sizes]
         if (block_rows := block_mask_rows(leaf) or 1) > 1:
             if block_rows != (rows := sum(sizes)):
@@ -118,7 +118,7 @@ class InRows(NotSplit):
 
     def _join_leaves(self, *leaves: Any) -> Any:
         first = leaves[0]
-        if isinstance(first, TensorLike) and first.shape:
+        if isinstance(first, TensorSpec) and first.shape:
             return first.resized(self.dim, sum(leaf.shape[self.dim] for leaf in leaves))
         return concatenated(leaves, self.dim) if isinstance(first, Tensor) and first.dim() else first
 
@@ -132,11 +132,11 @@ class InPackedRows(InRows):
     def check(self, value: Any) -> None:
         pass
 
-    def length(self, like: Any) -> int | None:
-        for path, _ in lists_in(self.path, like):
+    def length(self, spec: Any) -> int | None:
+        for path, _ in lists_in(self.path, spec):
             name = written(path, "fxpipe.Packed(...)")
             raise RunError(f"input {self.path!r} has a list in a dict; name the list, {name}")
-        return super().length(like)
+        return super().length(spec)
 
     def rows(self, length: int) -> int | None:
         counts = self.packed.counts
@@ -151,8 +151,8 @@ class InPackedRows(InRows):
 class InEntries(InPackedRows):
     """A list, or tuple, with a counted number of entries for each row of the batch."""
 
-    def length(self, like: Any) -> int:
-        return len(like)
+    def length(self, spec: Any) -> int:
+        return len(spec)
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
         return [value[start : start + size] for start, size in _spans(sizes[self.path])]
@@ -167,8 +167,8 @@ class ByOffsets(InRows):
 
     of: str | None
 
-    def length(self, like: Any) -> int | None:
-        offsets = super().length(like)
+    def length(self, spec: Any) -> int | None:
+        offsets = super().length(spec)
         return offsets and offsets - 1
 
     def rows(self, length: int) -> int | None:
@@ -176,12 +176,12 @@ class ByOffsets(InRows):
 
     def split(self, value: Any, sizes: PartSizes) -> list[Any]:
         spans = _spans(sizes[self.path])
-        if isinstance(value, TensorLike):
+        if isinstance(value, TensorSpec):
             return [replace(value, shape=(size + 1,), stride=(1,)) for _, size in spans]
         return [value[start : start + size + 1] - value[start] for start, size in spans]
 
     def join(self, parts: Sequence[Any]) -> Any:
-        if isinstance(parts[0], TensorLike):
+        if isinstance(parts[0], TensorSpec):
             return replace(parts[0], shape=(sum(part.shape[0] - 1 for part in parts) + 1,))
         joined = list(parts[:1])  # each later part continues at the end of the part before
         for part in parts[1:]:
@@ -198,14 +198,14 @@ class InDict(NotSplit):
     def _rule(self, name: str, value: Any) -> NotSplit:
         return _rule_of(f"{self.path}.{name}", self.written.get(name, 0), value)
 
-    def each(self, like: Any) -> Iterator[tuple[NotSplit, Any]]:
-        if not is_mapping(like):
-            raise RunError(f"batch_dim names what is in input {self.path!r}, which is {shown(like)} and no dict")
-        others = [name for name in like if name not in self.written]
+    def each(self, spec: Any) -> Iterator[tuple[NotSplit, Any]]:
+        if not is_mapping(spec):
+            raise RunError(f"batch_dim names what is in input {self.path!r}, which is {shown(spec)} and no dict")
+        others = [name for name in spec if name not in self.written]
         for name in self.written:
-            if name not in like and (hint := nearest(name, others)).startswith("; did"):
+            if name not in spec and (hint := nearest(name, others)).startswith("; did"):
                 raise RunError(f"batch_dim names {name!r}, which is not in input {self.path!r}{hint}")
-        for name, value in like.items():
+        for name, value in spec.items():
             yield from self._rule(name, value).each(value) if value is not None else ()
 
     def check(self, value: Any) -> None:
@@ -246,19 +246,19 @@ def is_entries(value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
 
 
-def sequences_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+def sequences_in(path: str, spec: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     """(path, list) for each list, or tuple without names, that is an input or a value in a dict input."""
-    if is_mapping(like):
-        for name, value in like.items():
+    if is_mapping(spec):
+        for name, value in spec.items():
             yield from sequences_in(f"{path}.{name}", value)
-    elif is_entries(like) and like:
-        yield path, like
+    elif is_entries(spec) and spec:
+        yield path, spec
 
 
-def lists_in(path: str, like: Any) -> Iterator[tuple[str, Sequence[Any]]]:
+def lists_in(path: str, spec: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     """(path, list) for each list of tensors or of dicts that is an input or a value in a dict input."""
-    for inner, listed in sequences_in(path, like):
-        if all(isinstance(entry, TensorLike) or is_mapping(entry) for entry in listed):
+    for inner, listed in sequences_in(path, spec):
+        if all(isinstance(entry, TensorSpec) or is_mapping(entry) for entry in listed):
             yield inner, listed
 
 

@@ -21,11 +21,11 @@ from fxpipe.graph.program import Program, Shapes
 from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
-from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.own_generators import own_generators
 from fxpipe.trace import Cut
 from fxpipe.trace.checks.on_fakes import shapes_of

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 
 from fxpipe.batch.description import Description, example_of, known_by_type
-from fxpipe.batch.objects import like_of
+from fxpipe.batch.objects import spec_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import capture_in_part
 from fxpipe.capture.captures import Captures, First
@@ -22,7 +22,6 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import ignored
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Unanswered
-from fxpipe.like import ObjectValue
 from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
 from fxpipe.progress import progress
@@ -282,7 +281,7 @@ def _check_unchanged(captures: Captures, this: Pattern) -> None:
     inputs = this.given[0]
     inside = ((name, leaf) for name, _, leaves in inputs.holding for leaf in leaves)
     for name, value in (*inputs.fixed, *inside):
-        if isinstance(value, ObjectValue) and like_of(captures.objects[value]) != value:
+        if isinstance(value, ObjectValue) and spec_of(captures.objects[value]) != value:
             raise TraceError(
                 f"forward changes {value}, which is or is in input {name!r}, while it is captured, and no stage "
                 "would do so; return what it computes, or keep it in a tensor"

@@ -30,8 +30,8 @@ from fxpipe.graph.gathering import Places
 from fxpipe.graph.program import Program, SizeGuard
 from fxpipe.graph.question import Answers
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.like import TensorLike
 from fxpipe.notebook import listed
+from fxpipe.specs import TensorSpec
 from fxpipe.trace.checks.sizes import outline, tensors_of, varying
 from fxpipe.trace.reads import Reads
 from fxpipe.trace.request import Place, named
@@ -139,7 +139,7 @@ def described_input(entry: InputDescription, with_sizes: bool = True) -> str:
         return repr(entry.detail)
 
     def words(leaf: Any) -> str:
-        if not isinstance(leaf, TensorLike):
+        if not isinstance(leaf, TensorSpec):
             return leaf[1] if isinstance(leaf, tuple) else f"{leaf}"
         sizes = f"{list(leaf.shape)}" if with_sizes else f"of {len(leaf.shape)} dimensions"
         return f"{leaf.dtype} {sizes}".removeprefix("torch.")

@@ -11,8 +11,8 @@ from torch import fx
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Answer, Answers, Question, Unanswered
-from fxpipe.like import TensorLike
 from fxpipe.passes import alias_groups, erase_boundaries, mark_copies
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.trace import Request
 from fxpipe.user_line import place_in
@@ -114,7 +114,7 @@ def _question_of(program: Program, query: Any, before: Answers, request: Request
         (name, index, dim, size)
         for name in inputs
         for index, leaf in enumerate(pytree.tree_leaves((request.example or {})[name]))
-        for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorLike) else ())
+        for dim, size in enumerate(leaf.shape if isinstance(leaf, TensorSpec) else ())
         if (name, index, dim) not in varying
     )
     return Question(query.key, query.line, before, inputs, sizes, run, query.kind, *modes, writes)

@@ -18,11 +18,11 @@ from fxpipe.batch.rows import check_cut, counts_of
 from fxpipe.errors import RunError, TraceError
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
-from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.parameters.ownership import check_no_extra_state
 from fxpipe.plan.plan_state import PlanState
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.stage.with_loss import target_of
 from fxpipe.torch_compat.tensors import tensors_in

@@ -28,7 +28,6 @@ from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.graph.stage_work import in_ms
-from fxpipe.like import ObjectValue
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.activations import choice_of
@@ -41,6 +40,7 @@ from fxpipe.schedules import Limited
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.opaque_call import has_opaque_calls
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import Sample

@@ -41,7 +41,7 @@ class _WireLayout:
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
-        self.like = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
+        self.plain = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
 
 
 class WireExchange:
@@ -124,7 +124,7 @@ class _Receives:
     def _advance(self) -> None:
         # Receives of a pair match sends by order alone: no receive may be posted past one without a known layout.
         while self.waiting and (layout := self.waiting[0].layout) is not None:
-            self.waiting.popleft().post_like(layout)
+            self.waiting.popleft().post_as(layout)
         # The header's size is fixed, so that its receive can be posted before the message's layout is known.
         if self.waiting:
             if self._header is None:
@@ -139,7 +139,7 @@ class _Receives:
             layout = wire.layout
             if layout is None or (left := left - layout.nbytes) < 0:
                 return
-            wire.post_like(layout)
+            wire.post_as(layout)
             self._place += 1
 
     def describe_first(self) -> None:
@@ -156,7 +156,7 @@ class _Receives:
             work.wait()
             described += bytes_of(rest.cpu())
         wire = self.waiting.popleft()
-        wire.post_like(wire.learn(Meta.of(decode(described, sender), sender)))
+        wire.post_as(wire.learn(Meta.of(decode(described, sender), sender)))
         self._advance()
 
     def _receive(self, size: int) -> tuple[Work, Tensor]:
@@ -202,7 +202,7 @@ class _Wire:
         """Starts a send; does not wait."""
         # The usual case, a plain tensor with the layout of the last message: it is sent without packing.
         last = self.layout
-        if last is not None and last.like is not None and last.like.fits(value):
+        if last is not None and last.plain is not None and last.plain.fits(value):
             self._start([value.detach()])
             return
         meta, buffers = pack(value, None if last is None else last.meta)
@@ -215,7 +215,7 @@ class _Wire:
                 f"{last.meta.tree!r:.1000}; what passes between stages may depend on the shape of a batch, not on its "
                 "values, nor on how many came before"
             )
-        if last.like is not None:
+        if last.plain is not None:
             buffers = [value.detach().resolve_neg()]
         self._start([*header, *buffers])
 
@@ -246,9 +246,9 @@ class _Wire:
         if self not in self._exchange.arriving:  # otherwise an earlier receive has posted it
             self.line.add(self)
 
-    def post_like(self, layout: _WireLayout) -> None:
+    def post_as(self, layout: _WireLayout) -> None:
         exchange = self._exchange
-        buffers = allocate(layout.meta, exchange.device) if layout.like is None else [layout.like.allocate()]
+        buffers = allocate(layout.meta, exchange.device) if layout.plain is None else [layout.plain.allocate()]
         works = [(exchange.transport.receive(self._pair, buffer), buffer) for buffer in buffers]
         exchange.arriving[self] = layout, works
 
@@ -259,8 +259,8 @@ class _Wire:
         layout, works = arriving.pop(self)
         for work, _ in works:
             work.wait()
-        if layout.like is not None:
-            return works[0][1].requires_grad_(layout.like.requires_grad)
+        if layout.plain is not None:
+            return works[0][1].requires_grad_(layout.plain.requires_grad)
         return unpack(layout.meta, [buffer for _, buffer in works])
 
 

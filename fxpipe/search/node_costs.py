@@ -202,7 +202,7 @@ def costs_from_shapes(
     halves: bool = True,
     groups: Mapping[int, Group] = MappingProxyType({}),
 ) -> NodeCosts:
-    """The costs of each node for a micro-batch like ``example``: input → value, with a ``TensorLike`` for each tensor.
+    """The costs of each node for a micro-batch like ``example``: input → value, with a ``TensorSpec`` for each tensor.
 
     ``autocast``: the autocast modes around the call. ``compute``: the type of floating-point parameters and inputs in
     stages, if it changes. ``batch``: input → its bytes in all micro-batches. ``halves``: as in ``NodeCosts``.

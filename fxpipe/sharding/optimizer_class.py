@@ -47,8 +47,8 @@ def check_class(cls: OptimizerMaker, copies: bool) -> None:
     """RunError if ``cls`` cannot step pieces. ``copies``: the pieces are parts of parameters, or masters."""
     maker = unwrapped(cls)
     if not callable(maker):
-        like = f"; write torch.optim.{maker}" if isinstance(maker, str) and hasattr(torch.optim, maker) else ""
-        raise RunError(f"cls is {shown(maker)}; it is a class of optimizers, such as torch.optim.AdamW{like}")
+        hint = f"; write torch.optim.{maker}" if isinstance(maker, str) and hasattr(torch.optim, maker) else ""
+        raise RunError(f"cls is {shown(maker)}; it is a class of optimizers, such as torch.optim.AdamW{hint}")
     for refused, why in REFUSED.items():
         if isinstance(maker, type) and issubclass(maker, refused) and (copies or refused is torch.optim.LBFGS):
             raise RunError(f"torch.optim.{refused.__name__} {why}; write torch.optim.AdamW, say")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.like import TensorLike
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 
 
@@ -62,12 +62,12 @@ class ListOfTensors:
 
 def can_be_joined(value: Any) -> bool:
     """Whether a value is a list or tuple of described tensors that ``torch.cat`` can concatenate."""
-    if type(value) not in (list, tuple) or not all(isinstance(entry, TensorLike) and entry.shape for entry in value):
+    if type(value) not in (list, tuple) or not all(isinstance(entry, TensorSpec) and entry.shape for entry in value):
         return False
     return len({(entry.shape[1:], entry.dtype, entry.device) for entry in value}) == 1
 
 
-def joined(entries: Sequence[TensorLike]) -> TensorLike:
+def joined(entries: Sequence[TensorSpec]) -> TensorSpec:
     """Returns the description of their ``torch.cat``."""
     first = entries[0]
     shape = sum(entry.shape[0] for entry in entries), *first.shape[1:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError
-from fxpipe.like import TensorLike
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.elsewhere import ElsewhereError
 from fxpipe.stage.listed import ListOfTensors, can_be_joined, joined
 from fxpipe.torch_compat import pytree
@@ -43,7 +43,7 @@ def unwritten(name: str, received: Any) -> Iterator[None]:
 
 
 def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, TensorLike))
+    return isinstance(leaf, (Tensor, TensorSpec))
 
 
 class Structure:
@@ -134,7 +134,7 @@ class OpaqueCall(nn.Module):
     """A call of an opaque region, from flat argument tensors to flat result tensors.
 
     ``owner``, ``method``: the module and the method that run. ``parts``: the modules that the method uses.
-    ``arguments``, ``returned``: the values at capture, with a ``TensorLike`` for each tensor; the number of tensors,
+    ``arguments``, ``returned``: the values at capture, with a ``TensorSpec`` for each tensor; the number of tensors,
     and all other values, are part of the capture.
     """
 
@@ -225,7 +225,7 @@ class OpaqueCall(nn.Module):
             raise
 
     def _check(self, tensor: Tensor, seen: Any) -> None:
-        """``seen``: a ``TensorLike``."""
+        """``seen``: a ``TensorSpec``."""
         result = f"{self.name}, an opaque region, returned a tensor of shape {list(tensor.shape)}"
         if tensor.requires_grad and not seen.requires_grad:
             raise RunError(

@@ -86,7 +86,7 @@ def aot_compiled(
     backends: Any = importlib.import_module("torch._dynamo.backends.common")
 
     def boxed(make: Callable[[Any, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
-        return lambda graph, like: functorch.make_boxed_func(make(graph, like))
+        return lambda graph, inputs: functorch.make_boxed_func(make(graph, inputs))
 
     backend = backends.aot_autograd(
         fw_compiler=boxed(forward),

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.like import ITEMS, WORD, ObjectLike, TensorLike
 from fxpipe.patches import all_patched
 from fxpipe.snapshots.contents import users_modules, walk
+from fxpipe.specs import ITEMS, WORD, ObjectSpec, TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import is_functorch
 from fxpipe.torch_compat.fakes import (
@@ -48,37 +48,37 @@ class FakeModel:
     names: dict[int, str] = field(default_factory=dict)
 
     def inputs(self, example: Mapping[str, Any], any_words: bool = False) -> dict[str, Any]:
-        """The example's inputs, with a fake tensor for each ``TensorLike``, and, if ``any_words``, for each string."""
+        """The example's inputs, with a fake tensor for each ``TensorSpec``, and, if ``any_words``, for each string."""
         if any_words:
             example = pytree.tree_map_only(str, lambda _: WORD, dict(example))
         return {
-            name: pytree.tree_map_only(TensorLike, self.leaf if name == ITEMS else self._input, value)
+            name: pytree.tree_map_only(TensorSpec, self.leaf if name == ITEMS else self._input, value)
             for name, value in example.items()
         }
 
     def bare(self, value: Any) -> Any:
         """The value with each tensor replaced by a similar fake tensor without an autograd graph."""
-        return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorLike.of(tensor)), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorSpec.of(tensor)), value)
 
-    def result_like(self, like: TensorLike) -> Tensor:
+    def result_of(self, spec: TensorSpec) -> Tensor:
         """A fake tensor that is no leaf if it requires a gradient, as if an operation returned it."""
-        fake = self.leaf(like)
-        if not like.requires_grad:
+        fake = self.leaf(spec)
+        if not spec.requires_grad:
             return fake
         with torch.enable_grad():
             copy = fake.clone()  # autograd forbids in-place writes to a leaf, and to a view of a leaf
             return copy if copy.stride() == fake.stride() else fake.view_as(fake)
 
-    def _input(self, like: TensorLike) -> Tensor:
-        dtype = self.compute if self.compute is not None and like.dtype.is_floating_point else like.dtype
-        return self.leaf(replace(like, dtype=dtype))
+    def _input(self, spec: TensorSpec) -> Tensor:
+        dtype = self.compute if self.compute is not None and spec.dtype.is_floating_point else spec.dtype
+        return self.leaf(replace(spec, dtype=dtype))
 
-    def leaf(self, like: TensorLike) -> Tensor:
+    def leaf(self, spec: TensorSpec) -> Tensor:
         """A fake tensor that is an autograd leaf, as an input is."""
         # a fake tensor is a meta tensor that reports another device
-        memory = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=_META)
-        device = self.device if like.device == "meta" else torch.device(like.device)
-        return FakeTensor(self.mode, memory, device).requires_grad_(like.requires_grad)
+        memory = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=_META)
+        device = self.device if spec.device == "meta" else torch.device(spec.device)
+        return FakeTensor(self.mode, memory, device).requires_grad_(spec.requires_grad)
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def refuse_objects(example: Mapping[str, Any]) -> None:
     """TraceError for an object among the inputs that holds tensors: every micro-batch would use the same tensors."""
     for name, value in example.items():
         for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, ObjectLike):
+            if isinstance(leaf, ObjectSpec):
                 raise TraceError(
                     f"input {name!r} holds a {leaf.kind}, which is neither a tensor nor a plain value, and a graph "
                     "would keep the one of this call; pass its tensors in a tuple, a list or a dict, or keep the "

@@ -15,9 +15,9 @@ from torch.utils import checkpoint as checkpointing
 from fxpipe.device import generators_of, is_accelerator
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.like import cast_batch
 from fxpipe.patches import patched
 from fxpipe.seeds import Generators, RandomState
+from fxpipe.specs import cast_batch
 from fxpipe.stage.activation_checkpoints import run_reentrant
 from fxpipe.stage.modes import within
 from fxpipe.tensors.rounding import unit

@@ -77,7 +77,7 @@ class Request:
 
     ``inputs``: the names that become inputs of the program, in call order. ``fixed``: inputs whose value is a constant
     of the program (None, bools, strings, on which Python code branches). ``example``: a micro-batch for tracers that
-    need shapes, with a ``TensorLike`` for each tensor. ``cuts``: submodule path → the side of its boundary, as if
+    need shapes, with a ``TensorSpec`` for each tensor. ``cuts``: submodule path → the side of its boundary, as if
     forward called ``stage_boundary``. ``may_lack_cuts``: whether forward may skip cut submodules for these inputs, as
     it skips the image encoder for a batch of text. ``training``: whether the program returns only the loss and other
     scalars of the model's result. ``autocast``: the autocast modes around the call. ``varying``: the dimensions whose

@@ -14,7 +14,7 @@ from fxpipe import Offsets, Packed, RunError
 from fxpipe.batch.batch import Batch, joined, joined_description
 from fxpipe.batch.description import describe
 from fxpipe.batch.rows import counts_of, row_count, whole_lists
-from fxpipe.like import TensorLike
+from fxpipe.specs import TensorSpec
 
 PATCHES: Any = {"grid": Packed("images"), "patches": Packed(lambda grid: grid.prod(1), of="grid")}
 
@@ -202,7 +202,7 @@ def shapes_apart(description: Any) -> Any:
     """Without strides: a description has those of the whole batch."""
 
     def shaped(leaf: Any) -> Any:
-        return (leaf.shape, leaf.dtype) if isinstance(leaf, TensorLike) else leaf
+        return (leaf.shape, leaf.dtype) if isinstance(leaf, TensorSpec) else leaf
 
     return [
         (name, given.kind, given.detail if given.kind != "input" else (given.detail[0], *map(shaped, given.detail[1])))
@@ -224,5 +224,5 @@ def test_parts_put_together_are_the_whole_again() -> None:
 def test_a_batch_put_beside_itself_is_as_dense_as_it_was() -> None:
     values = {"x": torch.zeros(5, 3), "columns": torch.zeros(5, 3)}
     ((_, x), (_, columns)) = joined_description([describe(values)] * 2, {"columns": 1})
-    assert (x.like.shape, x.like.stride) == ((10, 3), (3, 1))
-    assert (columns.like.shape, columns.like.stride) == ((5, 6), torch.cat([values["columns"]] * 2, 1).stride())
+    assert (x.spec.shape, x.spec.stride) == ((10, 3), (3, 1))
+    assert (columns.spec.shape, columns.spec.stride) == ((5, 6), torch.cat([values["columns"]] * 2, 1).stride())

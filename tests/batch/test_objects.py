@@ -20,9 +20,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fxpipe
 from fxpipe.batch.description import describe
-from fxpipe.batch.objects import like_of
+from fxpipe.batch.objects import spec_of
 from fxpipe.errors import FxpipeError, TraceError
-from fxpipe.like import ObjectLike, ObjectValue
+from fxpipe.specs import ObjectSpec, ObjectValue
 from tests.models import Layers
 from tests.scripts import Scripts
 from tests.strict_transport import run_strict
@@ -233,7 +233,7 @@ class Sized(int):
     ],
 )
 def test_equal_objects_have_equal_stand_ins_and_others_have_others(make: Callable[[Any], Any]) -> None:
-    first, again, other = (like_of(make(value)) for value in (1, 1, 2))
+    first, again, other = (spec_of(make(value)) for value in (1, 1, 2))
     assert isinstance(first, ObjectValue)
     assert first == again != other
 
@@ -241,7 +241,7 @@ def test_equal_objects_have_equal_stand_ins_and_others_have_others(make: Callabl
 def test_what_holds_itself_is_no_value() -> None:
     first = Holder(None)
     first.x = first
-    assert like_of(first) == like_of(Holder([0] * 2000)) == ObjectLike("Holder", False)
+    assert spec_of(first) == spec_of(Holder([0] * 2000)) == ObjectSpec("Holder", False)
 
 
 def test_functions_are_known_by_what_they_do() -> None:
@@ -249,13 +249,13 @@ def test_functions_are_known_by_what_they_do() -> None:
     spaces: list[dict[str, Any]] = [{"__name__": "notebook"} for _ in range(3)]
     for space, body in zip(spaces, ["h + 1", "h + 1", "h + 2"], strict=True):
         exec(f"def f(h): return {body}", space)
-    first, again, other = (like_of(space["f"]) for space in spaces)
+    first, again, other = (spec_of(space["f"]) for space in spaces)
     assert first == again != other
 
 
 STAND_INS = """
 import enum
-from fxpipe.batch.objects import like_of
+from fxpipe.batch.objects import spec_of
 
 Red = enum.Enum("Red", ["SUM"], module="user")
 
@@ -263,7 +263,7 @@ def closing_over(value):
     return lambda h: h * value
 
 objects = [set("abcdefgh"), lambda h: h in {"x", "y", "z", "u", "v", "w"}, closing_over("v"), Red.SUM, Red]
-print(hash("a"), *map(like_of, objects))
+print(hash("a"), *map(spec_of, objects))
 """
 
 
@@ -292,8 +292,8 @@ def test_stand_ins_are_the_same_in_every_process(
     ],
 )
 def test_what_holds_tensors_is_no_value(value: Any, is_data: bool) -> None:
-    found = like_of(value)
-    assert isinstance(found, ObjectLike)
+    found = spec_of(value)
+    assert isinstance(found, ObjectSpec)
     assert (found.kind, found.is_data) == (type(value).__name__, is_data)
 
 

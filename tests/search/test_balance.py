@@ -20,7 +20,6 @@ from fxpipe.graph.program import Program, called_in, is_compute
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.topological import topological_order
 from fxpipe.hardware import REFERENCE, Hardware
-from fxpipe.like import TensorLike
 from fxpipe.passes.blocks import Blocks, blocks
 from fxpipe.passes.chain import chain, check
 from fxpipe.schedules import with_costs
@@ -33,6 +32,7 @@ from fxpipe.search.node_costs import NodeCost, NodeCosts, ParameterCost, costs_f
 from fxpipe.search.segments import Line, depth_first, entries, partition
 from fxpipe.search.segments import balanced as cuts_of
 from fxpipe.search.simulated_layouts import Judge, StageLayout
+from fxpipe.specs import TensorSpec
 from fxpipe.trace import Request, capture
 from tests.capturing import run_stages
 from tests.device import DEVICE
@@ -44,13 +44,13 @@ FLOPS = Hardware(flops=1e9, flops_16=1e9, bandwidth=1e30, launch=0.0, link=1e12,
 """Products count, hops hardly."""
 
 
-def like(*shape: int, dtype: torch.dtype = torch.float32) -> TensorLike:
-    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, False)
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    return TensorSpec(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, False)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
     names = Request.signature(model, None).parameters
-    example = example or {name: like(4, 8) for name in names}
+    example = example or {name: spec(4, 8) for name in names}
     request = Request(model, tuple(example), example=example)
     return chain(passes.before_balance(), capture(request, tracer))
 
@@ -58,7 +58,7 @@ def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Pr
 def balanced(model: nn.Module, ranks: int, microbatches: int = 8, **options: Any) -> Balanced:
     """The balance of a model of inputs x, and y where it takes two, of 4 rows of 8 numbers."""
     names = Request.signature(model, None).parameters
-    example = {name: like(4, 8) for name in names}
+    example = {name: spec(4, 8) for name in names}
     program = program_of(model, **example)
     hardware = options.pop("hardware", FLOPS)
     return balance(program, ranks, microbatches, costs_from_shapes(program, example, hardware=hardware), **options)
@@ -338,14 +338,14 @@ class FiveStages(nn.Module):
 
 
 def given_stages(model: nn.Module, ranks: int, **options: Any) -> tuple[Balanced, StageGraph]:
-    example = {name: like(4, 8) for name in Request.signature(model, None).parameters}
+    example = {name: spec(4, 8) for name in Request.signature(model, None).parameters}
     program = chain(passes.default(), capture(Request(model, tuple(example), example=example)))
     costs = costs_from_shapes(program, example, hardware=FLOPS)
     return balance(program, ranks, 8, costs, **options), passes.split(program)
 
 
 def costs_of_program(program: Program) -> NodeCosts:
-    return costs_from_shapes(program, {name: like(4, 8) for name in program.inputs}, hardware=FLOPS)
+    return costs_from_shapes(program, {name: spec(4, 8) for name in program.inputs}, hardware=FLOPS)
 
 
 def test_given_stages_and_every_placement_of_them() -> None:
@@ -616,7 +616,7 @@ def test_a_step_takes_no_less_than_its_busiest_link() -> None:
 
 
 def long_towers(nodes: int) -> tuple[Program, NodeCosts]:
-    example = {"x": like(4, 8), "y": like(4, 8)}
+    example = {"x": spec(4, 8), "y": spec(4, 8)}
     program = program_of(Towers(nodes // 10, nodes // 10), **example)
     return program, costs_from_shapes(program, example)
 
@@ -642,7 +642,7 @@ def test_backwards_in_halves_are_simulated_where_stages_can_run_them(
     """Greedy has I and W where it may hold few bytes, and knows what W keeps."""
     monkeypatch.setattr("fxpipe.search.moves.MORE_ACTIONS", 2000)
     program = program_of(Chain(6))
-    costs = costs_from_shapes(program, {"x": like(4, 8)}, hardware=FLOPS, halves=halves)
+    costs = costs_from_shapes(program, {"x": spec(4, 8)}, hardware=FLOPS, halves=halves)
     found = balance(program, 3, 8, costs, with_costs("greedy", memory=5000.0)).outcome.schedule
     assert bool(found.dependencies.halves) is halves
 

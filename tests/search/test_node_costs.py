@@ -14,9 +14,9 @@ from fxpipe import passes
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
-from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import Autocast
 from fxpipe.trace import Request, capture
 from tests.device import DEVICE
@@ -27,8 +27,8 @@ MEMORY = Hardware(flops=1e30, flops_16=1e30, bandwidth=1.0, launch=0.0)
 """On which an operator takes as many seconds as it moves bytes."""
 
 
-def like(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> TensorLike:
-    return TensorLike(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, grad)
+def spec(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> TensorSpec:
+    return TensorSpec(shape, dtype, torch.empty(shape, device="meta").stride(), DEVICE, grad)
 
 
 def program_of(model: nn.Module, tracer: str = "symbolic", **example: Any) -> Program:
@@ -49,14 +49,14 @@ class Two(nn.Module):
 
 
 def test_a_linear_layer_is_two_operations_for_each_weight_and_row() -> None:
-    costs = costs_of(Two(), x=like(5, 8))
+    costs = costs_of(Two(), x=spec(5, 8))
     assert costs["first"].flops == 2 * 5 * 8 * 16
     assert costs["second"].flops == 2 * 5 * 16 * 4
     assert costs["first"].forward == costs["first"].flops
 
 
 def test_backward_is_a_product_for_each_factor_that_needs_a_gradient() -> None:
-    costs = costs_of(Two(), x=like(5, 8))
+    costs = costs_of(Two(), x=spec(5, 8))
     first, second = costs["first"], costs["second"]
     assert first.backward == first.weight == first.forward  # its input needs none
     assert second.backward == 2 * second.forward
@@ -64,17 +64,17 @@ def test_backward_is_a_product_for_each_factor_that_needs_a_gradient() -> None:
 
 
 def test_w_needs_what_its_calls_were_given_and_the_gradients_of_what_they_made() -> None:
-    costs = costs_of(Two(), x=like(5, 8))
+    costs = costs_of(Two(), x=spec(5, 8))
     sizes = [sum(costs.memory[key] for key in costs[name].deferred) for name in ("first", "relu", "second")]
     assert sizes == [4 * 5 * 16, 0, 4 * 5 * (16 + 4)]  # the batch is there anyway
     frozen = Two().requires_grad_(False)
-    assert not costs_of(frozen, x=like(5, 8))["first"].deferred
+    assert not costs_of(frozen, x=spec(5, 8))["first"].deferred
 
 
 def test_a_frozen_layer_behind_a_trained_one_makes_the_gradient_of_its_input_alone() -> None:
     model = Two()
     model.second.requires_grad_(False)
-    second = costs_of(model, x=like(5, 8))["second"]
+    second = costs_of(model, x=spec(5, 8))["second"]
     assert second.backward == second.forward
     assert second.weight == 0
 
@@ -84,7 +84,7 @@ def test_attention_counts_its_two_products_and_five_in_backward() -> None:
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(q, k, v).sum()
 
-    shape = like(2, 3, 7, 8, grad=True)
+    shape = spec(2, 3, 7, 8, grad=True)
     attention = costs_of(Attention(), q=shape, k=shape, v=shape)["scaled_dot_product_attention"]
     assert attention.flops == 2 * 2 * (2 * 3 * 7 * 7 * 8)
     assert attention.backward == 2.5 * attention.forward
@@ -95,7 +95,7 @@ def test_what_is_no_product_takes_the_bytes_that_it_moves_and_a_view_takes_nothi
         def forward(self, x: Tensor) -> Tensor:
             return torch.relu(x.transpose(0, 1)).sum()
 
-    costs = costs_of(Plain(), MEMORY, x=like(4, 6))
+    costs = costs_of(Plain(), MEMORY, x=spec(4, 6))
     assert costs["transpose"].forward == 0
     assert costs["relu"].forward == 2 * 4 * 6 * 4
     assert costs["relu"].bytes_out == 4 * 6 * 4
@@ -110,7 +110,7 @@ def test_an_embedding_reads_the_rows_that_it_returns_and_its_gradient_is_as_larg
         def forward(self, x: Tensor) -> Tensor:
             return self.table(x).sum()
 
-    table = costs_of(Words(), MEMORY, x=like(3, dtype=torch.long))["table"]
+    table = costs_of(Words(), MEMORY, x=spec(3, dtype=torch.long))["table"]
     row_bytes = 3 * 8 * 4
     assert table.forward == 2 * row_bytes
     assert table.backward == table.weight == 100 * 8 * 4 + row_bytes
@@ -119,7 +119,7 @@ def test_an_embedding_reads_the_rows_that_it_returns_and_its_gradient_is_as_larg
 def test_types_of_two_bytes_have_a_peak_of_their_own() -> None:
     hardware = Hardware(flops=1.0, flops_16=4.0, bandwidth=1e30, launch=0.0)
     model = Two()
-    example = {"x": like(5, 8)}
+    example = {"x": spec(5, 8)}
     program = program_of(model, **example)
     plain = costs_from_shapes(program, example, hardware=hardware)
     within = costs_from_shapes(program, example, autocast=(Autocast(DEVICE, True, torch.bfloat16),), hardware=hardware)
@@ -163,8 +163,8 @@ def kept_by_autograd(model: nn.Module, *inputs: Tensor) -> int:
 @pytest.mark.parametrize("tracer", ["symbolic", "export"])
 def test_what_is_kept_for_backward_is_what_autograd_keeps(model: type[nn.Module], tracer: str) -> None:
     module = model()
-    program = program_of(module, tracer, x=like(5, 8))
-    costs = costs_from_shapes(program, {"x": like(5, 8)})
+    program = program_of(module, tracer, x=spec(5, 8))
+    costs = costs_from_shapes(program, {"x": spec(5, 8)})
     names = [node.name for node in program.graph.nodes]
     assert costs.saved_bytes(costs.block(names).saved) == kept_by_autograd(module, torch.randn(5, 8))
 
@@ -188,8 +188,8 @@ def test_a_checkpointed_block_keeps_its_input_and_computes_again(reentrant: bool
             return self.block(self.first(x)).sum()
 
     model = Model()
-    program = program_of(model, "record", x=like(5, 8))
-    costs = costs_from_shapes(program, {"x": like(5, 8)}, hardware=PLAIN)
+    program = program_of(model, "record", x=spec(5, 8))
+    costs = costs_from_shapes(program, {"x": spec(5, 8)}, hardware=PLAIN)
     (block,) = [cost for cost in costs.nodes.values() if cost.flops == 3 * 2 * 5 * 8 * 8]
     assert sum(costs.memory[key] for key in block.saved) == 5 * 8 * 4
     assert block.backward == 3 * block.forward
@@ -198,7 +198,7 @@ def test_a_checkpointed_block_keeps_its_input_and_computes_again(reentrant: bool
 @pytest.mark.parametrize("tracer", ["export", "record"])
 def test_tracers_agree_on_what_a_model_costs(tracer: str) -> None:
     def total(name: str) -> tuple[float, float]:
-        costs = costs_of(Mixed(), PLAIN, name, x=like(5, 8))
+        costs = costs_of(Mixed(), PLAIN, name, x=spec(5, 8))
         nodes = costs.nodes.values()
         return sum(node.flops for node in nodes), sum(node.backward for node in nodes)
 
@@ -208,9 +208,9 @@ def test_tracers_agree_on_what_a_model_costs(tracer: str) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
-    program = program_of(model, input=like(5, 8))
+    program = program_of(model, input=spec(5, 8))
     state = torch.get_rng_state()
-    costs_from_shapes(program, {"input": like(5, 8)})
+    costs_from_shapes(program, {"input": spec(5, 8)})
     assert torch.equal(torch.get_rng_state(), state)
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert id(tensor) == before[name][0]
@@ -219,7 +219,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_an_input_without_an_example_is_named() -> None:
     with pytest.raises(PartitionError, match=r"example of every input; \['x'\] are missing"):
-        costs_from_shapes(program_of(Two(), x=like(5, 8)), {})
+        costs_from_shapes(program_of(Two(), x=spec(5, 8)), {})
 
 
 def test_a_node_that_looks_at_numbers_is_reckoned_from_what_its_capture_saw() -> None:
@@ -239,7 +239,7 @@ def test_a_node_that_looks_at_numbers_is_reckoned_from_what_its_capture_saw() ->
         def forward(self, x: Tensor) -> Tensor:
             return self.looks(self.first(x)).sum()
 
-    costs = costs_of(Model(), PLAIN, "record", x=like(5, 8))
+    costs = costs_of(Model(), PLAIN, "record", x=spec(5, 8))
     looks = next(costs[name] for name in costs.nodes if name.startswith("looks"))
     parameters = 8 * 8 + 8
     assert looks.forward == 2 * 5 * parameters

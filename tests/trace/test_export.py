@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fxpipe import TraceError, passes, stage_boundary
 from fxpipe.graph.program import where
-from fxpipe.like import ObjectLike, TensorLike
 from fxpipe.passes.chain import chain
+from fxpipe.specs import ObjectSpec, TensorSpec
 from fxpipe.stage.modes import Modes
 from fxpipe.torch_compat.sizes import known_truth
 from fxpipe.trace.export.operators import guards_of
@@ -29,7 +29,7 @@ class Cached(Two):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         h = self.a(x)
-        return {"loss": self.loss(h, y), "cache": TensorLike.of(h), "rows": h, "norm": h.norm()}
+        return {"loss": self.loss(h, y), "cache": TensorSpec.of(h), "rows": h, "norm": h.norm()}
 
 
 def test_in_training_the_loss_and_the_scalars_beside_it_are_returned() -> None:
@@ -132,7 +132,7 @@ def test_a_count_of_calls_runs_with_its_submodule() -> None:
 
 def test_an_object_among_the_inputs_is_refused() -> None:
     with pytest.raises(TraceError, match="input 'y' holds a Snapshot, which is neither a tensor nor a plain value"):
-        exported(Two(), {"x": torch.randn(4, WIDTH), "y": [ObjectLike("Snapshot")]})
+        exported(Two(), {"x": torch.randn(4, WIDTH), "y": [ObjectSpec("Snapshot")]})
 
 
 def test_what_ranges_decide_of_a_size_that_values_decide_is_known() -> None:

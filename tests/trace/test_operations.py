@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe import passes
-from fxpipe.like import TensorLike
 from fxpipe.passes.chain import chain
 from fxpipe.passes.split import split
+from fxpipe.specs import TensorSpec
 from fxpipe.trace import NEED_SHAPES, TRACERS, Request
 from tests.capturing import run_stages
 from tests.device import DEVICE
@@ -48,7 +48,7 @@ def assert_captured(operation: Operation, tracer: str) -> None:
     """Its stages give eager's losses and gradients, on other numbers than were captured."""
     model = One(operation)
     eager = copy.deepcopy(model)
-    example = {name: TensorLike.of(tensor) for name, tensor in batch(0).items()}
+    example = {name: TensorSpec.of(tensor) for name, tensor in batch(0).items()}
     program = TRACERS[tracer](Request(model, ("x", "y"), example=example, cuts={"b": "before"}))
     graph = split(chain(passes.default(), program))
     for number in (1, 2):

@@ -28,7 +28,6 @@ from fxpipe.errors import RunError
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.question import Answers, Unanswered
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.like import ITEMS, ObjectValue
 from fxpipe.packed import read_for, written
 from fxpipe.plain_data import admitted, encode, number_of
 from fxpipe.plan.plan import Plan
@@ -36,6 +35,7 @@ from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
+from fxpipe.specs import ITEMS, ObjectValue
 from fxpipe.stage.modes import Ambient
 from fxpipe.stage.with_loss import target_of
 from fxpipe.trace.checks.capture_check import Sample

@@ -30,7 +30,6 @@ from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.labels import label
-from fxpipe.like import cast_batch
 from fxpipe.numerics.fingerprint import positions_of
 from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, TensorPart, ValueRecorder
 from fxpipe.plan.placement import check_hooks
@@ -50,6 +49,7 @@ from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.parameter_groups import first_names
+from fxpipe.specs import cast_batch
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.stage.own_generators import own_generators

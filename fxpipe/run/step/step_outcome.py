@@ -19,11 +19,11 @@ from fxpipe.distributed.collective import Collective, Work
 from fxpipe.distributed.transport import Transport, differing
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.like import ITEMS
 from fxpipe.plain_data import encode, number_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.together import check_refusals
 from fxpipe.run.step.agreement import AgreedBatch
+from fxpipe.specs import ITEMS
 from fxpipe.stage.loss import LossKind, StepLoss, combined_metrics, log_left_out, step_dtype
 from fxpipe.torch_compat.tensors import plain_results
 from fxpipe.validation import shown

@@ -198,7 +198,7 @@ class Chosen(tuple[Row, ...]):
         return chosen
 
     @staticmethod
-    def like(other: Sequence[Sequence[Action]], rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    def renamed(other: Sequence[Sequence[Action]], rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Returns rows that were made from ``other``, under the name of ``other`` if it has a name."""
         return Chosen.of(rows, other.name) if isinstance(other, Chosen) else rows
 

@@ -51,7 +51,7 @@ def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
     if not problem.recomputed:
         return placed_beside(family, problem)
     rows = placed_beside(family, reckoned(problem))
-    return Chosen.like(rows, with_recompute(rows, problem.recomputed))
+    return Chosen.renamed(rows, with_recompute(rows, problem.recomputed))
 
 
 def reckoned(problem: Problem) -> Problem:
@@ -122,7 +122,7 @@ def placed_beside(family: Family, problem: Problem) -> Sequence[Sequence[Action]
     alone, real = _alone(problem)
     rows = family(alone)
     best = _Floating(problem, alone, real, tuple(map(tuple, rows))).best()
-    return Chosen.like(rows, best)
+    return Chosen.renamed(rows, best)
 
 
 def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:

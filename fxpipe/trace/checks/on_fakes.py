@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from fxpipe.graph.program import Program, Shapes, is_assertion
-from fxpipe.like import TensorLike
 from fxpipe.seeds import random_apart
 from fxpipe.snapshots.snapshot import Snapshot
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import uncompiled
@@ -35,8 +35,8 @@ def left_as_it_is(program: Program) -> Iterator[None]:
 
 def faked(value: Any, fake: FakeModel) -> Any:
     """A value with a fake tensor in place of each tensor; floating-point tensors get the type of inputs in stages."""
-    likes = pytree.tree_map_only(Tensor, TensorLike.of, value)
-    return fake.inputs({"value": likes})["value"]
+    specs = pytree.tree_map_only(Tensor, TensorSpec.of, value)
+    return fake.inputs({"value": specs})["value"]
 
 
 def attribute(program: Program, node: Node, fake: FakeModel) -> Any:
@@ -77,7 +77,7 @@ def shapes_of(
     autocast: Sequence[Autocast],
     compute: torch.dtype | None,
 ) -> dict[str, Shapes]:
-    """Node → the shapes of its value for an example, whose tensors are ``TensorLike``; only nodes with known shapes.
+    """Node → the shapes of its value for an example, whose tensors are ``TensorSpec``; only nodes with known shapes.
 
     A node that needs real numbers has the shapes of its capture, if the capture is valid for one size only.
     """

@@ -22,9 +22,9 @@ from torch import Tensor
 from fxpipe.batch.batch import joined
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program, Shapes, where
-from fxpipe.like import ITEMS
 from fxpipe.packed import BatchDim, counted
 from fxpipe.progress import is_teller, warn
+from fxpipe.specs import ITEMS
 from fxpipe.stage.loss import MicrobatchLoss
 from fxpipe.tensors.rounding import is_close, unit
 from fxpipe.trace.replay import Batch

@@ -9,20 +9,20 @@ from typing import Any
 
 from fxpipe.batch.description import Description, example_of
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.like import TensorLike
 from fxpipe.precision import Precision
+from fxpipe.specs import TensorSpec
 from fxpipe.trace.request import Place
 from fxpipe.validation import is_list
 
 
-def tensors_of(description: Description) -> list[tuple[str, int, TensorLike]]:
+def tensors_of(description: Description) -> list[tuple[str, int, TensorSpec]]:
     """Each tensor among the inputs: (input name, leaf index, description of the tensor)."""
     return [
         (name, index, leaf)
         for name, entry in description
         if entry.kind == "input"
         for index, leaf in enumerate(entry.detail[1])
-        if isinstance(leaf, TensorLike)
+        if isinstance(leaf, TensorSpec)
     ]
 
 
@@ -32,7 +32,7 @@ def changing(shapes: Iterable[Description]) -> tuple[list[str], list[str]]:
     for name, entry in (pair for shape in shapes for pair in shape):
         sizes[name].add(tuple(entry.shapes))
         values[name].add(
-            tuple(leaf for leaf in entry.detail[1] if not isinstance(leaf, TensorLike)) if entry.like else ()
+            tuple(leaf for leaf in entry.detail[1] if not isinstance(leaf, TensorSpec)) if entry.spec else ()
         )
     first, second = ([name for name, seen in kind.items() if len(seen) > 1] for kind in (sizes, values))
     return first, second
@@ -52,8 +52,8 @@ def sizes_between(then: Description, now: Description, or_same: bool = False) ->
 
 def entries_between(then: Description, now: Description) -> dict[int, int]:
     """The old number of list entries → the new number, for the lists among the inputs, as ``sizes_between``."""
-    before = {name: value.like for name, value in then if is_list(value.like)}
-    return _unambiguous([(len(before[name]), len(g.like)) for name, g in now if name in before and is_list(g.like)])
+    before = {name: value.spec for name, value in then if is_list(value.spec)}
+    return _unambiguous([(len(before[name]), len(g.spec)) for name, g in now if name in before and is_list(g.spec)])
 
 
 def _unambiguous(pairs: Iterable[tuple[int, int]], or_same: bool = False) -> dict[int, int]:
@@ -77,7 +77,7 @@ def outline(description: Description) -> Hashable:
 
     # The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
     def without_sizes(leaf: object) -> object:
-        if not isinstance(leaf, TensorLike):
+        if not isinstance(leaf, TensorSpec):
             return leaf
         return len(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
 
@@ -110,8 +110,8 @@ def with_sizes(
     if not any(graph.sizes for graph in graphs):
         return list(batches)
     return [
-        batch | {size: size.of(like) for size in graph.sizes}
-        for batch, like, graph in zip(batches, map(example_of, shapes), graphs, strict=True)
+        batch | {size: size.of(spec) for size in graph.sizes}
+        for batch, spec, graph in zip(batches, map(example_of, shapes), graphs, strict=True)
     ]
 
 

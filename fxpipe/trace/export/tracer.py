@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.program import Program
-from fxpipe.like import TensorLike
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import pytree
@@ -84,7 +84,7 @@ def _export(request: Request) -> Program:
     guard = TracingGuard(request)
     with guard.preserving():
         with fake_model(request.module, request.device, request.compute) as fake:
-            stand_ins = {key: list(map(fake.leaf, seen.likes)) for key, seen in request.seen.items()}
+            stand_ins = {key: list(map(fake.leaf, seen.specs)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
@@ -109,9 +109,9 @@ def _export_regions(request: Request) -> Program:
     except TraceError:
         return program
     assert request.example is not None
-    likes = [leaf for leaf in pytree.tree_leaves(dict(request.example)) if isinstance(leaf, TensorLike)]
-    likes += [like for seen in request.seen.values() for like in seen.likes]
-    shapes = dict(enumerate(like.shape for like in likes))
+    specs = [leaf for leaf in pytree.tree_leaves(dict(request.example)) if isinstance(leaf, TensorSpec)]
+    specs += [spec for seen in request.seen.values() for spec in seen.specs]
+    shapes = dict(enumerate(spec.shape for spec in specs))
     return wider if all(guard.broken(shapes) is None for guard in _guards(wider)) else program
 
 
@@ -276,8 +276,8 @@ class ExportedCall:
                 "give it a tensor",
             )
         returned = whole(tensors, numbers, self._given[call.key], len(self.regions.calls) - 1)
-        likes = call.seen.likes
-        return [tensor if like.requires_grad else tensor.detach() for tensor, like in zip(returned, likes, strict=True)]
+        specs = call.seen.specs
+        return [tensor if spec.requires_grad else tensor.detach() for tensor, spec in zip(returned, specs, strict=True)]
 
     def program(self, exported: torch.export.ExportedProgram) -> Program:
         module, calls, of_any_size = self.request.module, self.regions.calls, self.question is not None

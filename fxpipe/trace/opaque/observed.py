@@ -17,9 +17,9 @@ from fxpipe.errors import RunError, TopologyError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
-from fxpipe.like import TensorLike
 from fxpipe.seeds import RandomState
 from fxpipe.snapshots.snapshot import Snapshot, State, storage_of
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
@@ -227,7 +227,7 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
-    """The value with a ``TensorLike`` for each tensor; TraceError for a value that a region may not return.
+    """The value with a ``TensorSpec`` for each tensor; TraceError for a value that a region may not return.
 
     ``may_need_gradient``: whether its floating-point tensors may require a gradient in another step, as after a branch
     on a value, or once the user unfreezes a parameter.
@@ -240,9 +240,9 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
             "return its tensors in a tuple, a list or a dict"
         )
 
-    def described(tensor: Tensor) -> TensorLike:
+    def described(tensor: Tensor) -> TensorSpec:
         may = may_need_gradient and (tensor.is_floating_point() or tensor.is_complex())
-        return replace(TensorLike.of(tensor), requires_grad=tensor.requires_grad or may)
+        return replace(TensorSpec.of(tensor), requires_grad=tensor.requires_grad or may)
 
     return pytree.tree_map_only(Tensor, described, result)
 

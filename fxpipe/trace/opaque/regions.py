@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import Any
 
-from fxpipe.like import TensorLike
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.listed import can_be_joined
 from fxpipe.stage.opaque_call import Structure
 from fxpipe.torch_compat import pytree
@@ -32,7 +32,7 @@ class Region:
 class SeenCall:
     """The effects of one call of a region, observed in a run on real tensors.
 
-    ``returned``: the call's result, with a ``TensorLike`` for each tensor. ``parts``: the paths of the submodules that
+    ``returned``: the call's result, with a ``TensorSpec`` for each tensor. ``parts``: the paths of the submodules that
     the call ran; ``reads``: the names of the parameters and buffers that it may use; ``writes``: the names of the
     parameters and buffers that it wrote; ``sets``: (module's path, name) of each attribute that it changed; ``asks``:
     the attributes that it read and some region changed. ``sizes``: the sizes of its tensors and lists of strings.
@@ -51,8 +51,8 @@ class SeenCall:
     moved: frozenset[str] = frozenset()
 
     @property
-    def likes(self) -> list[TensorLike]:
-        """A ``TensorLike`` for each tensor in the call's result; for a list, of the concatenation, then each tensor."""
+    def specs(self) -> list[TensorSpec]:
+        """A ``TensorSpec`` for each tensor in the call's result; for a list, of the concatenation, then each tensor."""
         return Structure(self.returned).tensors
 
     def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
@@ -66,7 +66,7 @@ class SeenCall:
     @property
     def general(self) -> SeenCall:
         """The call with size 3 in place of 0 and 1, which a capture may specialize."""
-        returned = pytree.tree_map_only(TensorLike, lambda like: _resized(like, {0: _SOME, 1: _SOME}), self.returned)
+        returned = pytree.tree_map_only(TensorSpec, lambda spec: _resized(spec, {0: _SOME, 1: _SOME}), self.returned)
         return replace(self, returned=returned)
 
 
@@ -77,7 +77,7 @@ _SOME = 3
 def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> Any:
     """The value with other sizes. A list of tensors may get another length, as a list with a tensor for each image, and
     so may a list of containers, whatever the sizes in each container."""
-    if isinstance(returned, TensorLike):
+    if isinstance(returned, TensorSpec):
         many = _resized(returned, {old: new for old, new in sizes.items() if old > 1})
         is_one = many.shape[:1] == (1,)  # a batch of one image may become a batch of several
         return replace(many, shape=(sizes.get(1, 1), *many.shape[1:])) if is_one else many
@@ -97,21 +97,21 @@ def _guessed(returned: Any, sizes: Mapping[int, int], lengths: Mapping[int, int]
 def _are_containers_alike(parts: Sequence[Any]) -> bool:
     """Whether all parts are containers of tensors with the same structure, such as dicts with the same keys."""
     leaves = pytree.tree_leaves(parts[:1])
-    holds = any(leaf is not parts[0] and isinstance(leaf, TensorLike) for leaf in leaves)
+    holds = any(leaf is not parts[0] and isinstance(leaf, TensorSpec) for leaf in leaves)
     return holds and all(pytree.tree_structure(part) == pytree.tree_structure(parts[0]) for part in parts)
 
 
-def _resized(like: TensorLike, sizes: Mapping[int, int]) -> TensorLike:
+def _resized(spec: TensorSpec, sizes: Mapping[int, int]) -> TensorSpec:
     """The tensor with ``sizes`` replaced. In 3 or more dimensions, a later size equal to the first stays: an image may
     have as many tokens as the batch has images. In (rows, tokens, width), a width equal to tokens stays, too."""
-    fixed = {dim for dim, size in enumerate(like.shape) if len(like.shape) > 2 and dim and size == like.shape[0]}
-    if len(like.shape) == 3 and like.shape[1] == like.shape[2]:
+    fixed = {dim for dim, size in enumerate(spec.shape) if len(spec.shape) > 2 and dim and size == spec.shape[0]}
+    if len(spec.shape) == 3 and spec.shape[1] == spec.shape[2]:
         fixed.add(2)
-    shape = tuple(size if dim in fixed else sizes.get(size, size) for dim, size in enumerate(like.shape))
-    if shape == like.shape:
-        return like
+    shape = tuple(size if dim in fixed else sizes.get(size, size) for dim, size in enumerate(spec.shape))
+    if shape == spec.shape:
+        return spec
     # the strides of a dense tensor with the same order of dimensions in memory
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (like.stride[dim], -dim)):
+    for dim in sorted(range(len(shape)), key=lambda dim: (spec.stride[dim], -dim)):
         stride[dim], step = step, step * max(shape[dim], 1)
-    return replace(like, shape=shape, stride=tuple(stride))
+    return replace(spec, shape=shape, stride=tuple(stride))

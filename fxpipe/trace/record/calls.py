@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.like import TensorLike
 from fxpipe.patches import Patch, all_patched, noting, patched
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR, checkpoint_options, function_apply, vmap_home
 from fxpipe.torch_compat.modules import BackwardHookFunction
@@ -210,7 +210,7 @@ class Calls:
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
         frame.scope = replace(frame.scope, stack={**frame.scope.stack, call.region.path: nn.Module})
         recorder.marks += 1
-        result = tuple(map(recorder.fake.result_like, call.seen.likes))
+        result = tuple(map(recorder.fake.result_of, call.seen.specs))
         read = {storage for storage, (_, name) in recorder.storages.items() if name in reads}
         frame.collapse(call.target, result, Touched(read, draws_random=True), call.effects, stays=True)
         return result
@@ -310,15 +310,15 @@ class Calls:
     def _faked(self, frame: Frame, rehearsed: Rehearsed) -> Any:
         """Fake tensors for a rehearsed call's result; a tensor that may share an argument's memory is a view of it."""
 
-        def faked(number: int, like: TensorLike) -> Tensor:
+        def faked(number: int, spec: TensorSpec) -> Tensor:
             shared = frame.tensors[rehearsed.shares[number]] if number in rehearsed.shares else None
-            if shared is None or shared.dtype != like.dtype or shared.requires_grad < like.requires_grad:
-                return self._recorder.fake.result_like(like)
+            if shared is None or shared.dtype != spec.dtype or shared.requires_grad < spec.requires_grad:
+                return self._recorder.fake.result_of(spec)
             with no_function_modes():
-                shared = shared if like.requires_grad else shared.detach()
-                return shared.as_strided(like.shape, like.stride)
+                shared = shared if spec.requires_grad else shared.detach()
+                return shared.as_strided(spec.shape, spec.stride)
 
-        # each leaf is None or the TensorLike of a tensor
-        leaves, spec = pytree.tree_flatten(rehearsed.result)
-        values = [None if like is None else faked(number, like) for number, like in enumerate(leaves)]
-        return pytree.tree_unflatten(values, spec)
+        # each leaf is None or the TensorSpec of a tensor
+        leaves, tree = pytree.tree_flatten(rehearsed.result)
+        values = [None if spec is None else faked(number, spec) for number, spec in enumerate(leaves)]
+        return pytree.tree_unflatten(values, tree)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.like import TensorLike
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.snapshots.snapshot import Snapshot, storage_of
+from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.fake import outside
@@ -28,7 +28,7 @@ from fxpipe.trace.record.tape import Args, Kwargs, Touched, TouchedMode
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """The outcome of a rehearsal. ``result``: the call's result, with a ``TensorLike`` for each tensor.
+    """The outcome of a rehearsal. ``result``: the call's result, with a ``TensorSpec`` for each tensor.
 
     ``touched``: the storages of the model's tensors and of the arguments that the call uses, as ids of their fake
     tensors' storages. ``shares``: the index of a leaf of the result → the index of the tensor argument whose storage
@@ -118,9 +118,9 @@ def _run(
     )
 
 
-def _described(leaf: Any) -> TensorLike | None:
+def _described(leaf: Any) -> TensorSpec | None:
     if leaf is None or isinstance(leaf, Tensor):
-        return None if leaf is None else TensorLike.of(leaf)
+        return None if leaf is None else TensorSpec.of(leaf)
     raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
 
 

@@ -21,9 +21,9 @@ from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.graph.stage_graph import first_names
-from fxpipe.like import ObjectLike
 from fxpipe.patches import Patch
 from fxpipe.snapshots.snapshot import storage_of
+from fxpipe.specs import ObjectSpec
 from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.export import import_dynamo
@@ -176,7 +176,7 @@ class _Tracer(fx.Tracer):
         leaves, spec = pytree.tree_flatten_with_path(self.request.example[name])
 
         def stand_in(path: Any, leaf: Any, is_fixed: bool) -> Any:
-            if is_fixed and not isinstance(leaf, ObjectLike):
+            if is_fixed and not isinstance(leaf, ObjectSpec):
                 return leaf
             value = reduce(lambda inner, key: key.get(inner), path, proxy)
             if is_fixed:
@@ -246,9 +246,9 @@ class _Tracer(fx.Tracer):
         returned: Any = self.create_proxy("call_module", call.target, tuple(call.values), {})
         node, path = returned.node, call.region.path
         self.effects[node.name] = call.effects
-        node.meta["val"] = tuple(call.seen.likes)  # the planner fakes the result from these if the call cannot run
+        node.meta["val"] = tuple(call.seen.specs)  # the planner fakes the result from these if the call cannot run
         node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), path: (path, nn.Module)}
-        return [returned[index] for index in range(len(call.seen.likes))]
+        return [returned[index] for index in range(len(call.seen.specs))]
 
     # tensors
 

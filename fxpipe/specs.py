@@ -19,7 +19,7 @@ ITEMS = "num_items_in_batch"
 
 @admitted
 @dataclass(frozen=True)
-class TensorLike:
+class TensorSpec:
     """A tensor's description, without values. ``device``: its type only. ``stride``: of the whole batch's tensor."""
 
     shape: tuple[int, ...]
@@ -29,21 +29,21 @@ class TensorLike:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorLike:
+    def of(tensor: Tensor) -> TensorSpec:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
             raise RunError(
                 f"an input is a {kind}, which cannot be cut into rows; pass its values padded, with a mask or lengths, "
                 "or packed, with batch_dim={name: fxpipe.Packed(counts)}, or indices and values, and make it in forward"
             )
-        return TensorLike(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.stride(), tensor.device.type, tensor.requires_grad)
 
-    def of_size(self, dim: int, size: int) -> TensorLike:
+    def of_size(self, dim: int, size: int) -> TensorSpec:
         """A view with another size in a dimension, as ``Tensor.narrow`` makes it; a 0-dimensional tensor: itself."""
         own = range(len(self.shape))[dim] if self.shape else None
         return replace(self, shape=tuple(size if i == own else old for i, old in enumerate(self.shape)))
 
-    def resized(self, dim: int, size: int) -> TensorLike:
+    def resized(self, dim: int, size: int) -> TensorSpec:
         """A tensor with another size in a dimension, dense if this one is; a 0-dimensional tensor: itself."""
         if not self.shape:
             return self
@@ -57,7 +57,7 @@ class TensorLike:
 
 @admitted
 @dataclass(frozen=True, repr=False)
-class ObjectLike:
+class ObjectSpec:
     """Represents an object that holds tensors, or whose value is unknown. ``kind``: the name of its class."""
 
     kind: str
@@ -82,7 +82,7 @@ class ObjectValue:
         return self.text
 
 
-WORD = TensorLike((), torch.bool, (), "cpu", False)
+WORD = TensorSpec((), torch.bool, (), "cpu", False)
 """Represents a string of the inputs in a program for any strings: code that looks for a string finds none."""
 
 
