@@ -26,6 +26,7 @@ from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
 from fxpipe.progress import progress
 from fxpipe.search.node_costs import CostUnknown
+from fxpipe.specs import ObjectValue
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.own_generators import own_generators
 from fxpipe.torch_compat import pytree

@@ -28,7 +28,7 @@ from fxpipe.packed import BatchDim
 from fxpipe.trace.checks.capture_check import Sample
 
 
-def like(graph: StageGraph, first: StageGraph) -> StageGraph:
+def adapted_to(graph: StageGraph, first: StageGraph) -> StageGraph:
     """A later graph, adapted to the stages of ``first``. A stage without work here keeps its backward action, at which
     other replicas sum their gradients. PartitionError if the stages' names differ."""
     if graph.names != first.names:
@@ -40,14 +40,14 @@ def like(graph: StageGraph, first: StageGraph) -> StageGraph:
     return _with_backward(graph, [(first if is_idle else graph)[i].has_backward for i, is_idle in enumerate(idle)])
 
 
-def each_once(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
+def map_distinct(graphs: Sequence[StageGraph], change: Callable[[StageGraph], StageGraph]) -> tuple[StageGraph, ...]:
     """Applies ``change`` to each different graph once; graphs that were one object remain one object."""
     different = {id(graph): graph for graph in graphs}
     changed = {key: change(graph) for key, graph in different.items()}
     return tuple(changed[id(graph)] for graph in graphs)
 
 
-def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
+def with_shared_names(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
     """The graphs of a step's micro-batches with shared names for their values, so that one table can run all of them.
 
     If no stage gathers, micro-batches may have different numbers of values between two stages. PartitionError if
@@ -86,19 +86,19 @@ def called_alike(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
         ]
         return _with_backward(replace(graph, stages=tuple(stages)), backward)
 
-    return each_once(graphs, renamed)
+    return map_distinct(graphs, renamed)
 
 
-def joint(graphs: Sequence[StageGraph]) -> StageGraph:
+def union_of(graphs: Sequence[StageGraph]) -> StageGraph:
     """The union of the graphs' stages and values, for which the table is made. Equal values have equal names."""
     each = list({id(graph): graph for graph in graphs}.values())
     if len(each) == 1 or graphs[0].gathers:  # if a stage gathers, all graphs have the same values
         return graphs[0]
-    stages = tuple(_joint(stages) for stages in zip(*each, strict=True))
+    stages = tuple(_union_of(stages) for stages in zip(*each, strict=True))
     return replace(graphs[0], stages=stages)
 
 
-def _joint(stages: Sequence[Stage]) -> Stage:
+def _union_of(stages: Sequence[Stage]) -> Stage:
     return replace(
         max(stages, key=lambda stage: len(stage.inputs)),
         inputs=tuple(dict.fromkeys(entry for stage in stages for entry in stage.inputs)),
@@ -253,7 +253,7 @@ def _sample(sample: Sample | str, size: int, batch_dim: BatchDim) -> Sample | st
 
 def _with_stages(single: Captured, group: Captured, stages: Collection[int]) -> Captured:
     """``single`` with these stages of ``group``. PartitionError if the messages of the two captures differ."""
-    _, theirs = called_alike([single.graph, group.graph])
+    _, theirs = with_shared_names([single.graph, group.graph])
     merged = tuple(theirs[stage.index] if stage.index in stages else stage for stage in single.graph)
     graph = replace(single.graph, stages=merged)
     text = f"{single.text}\nfor a group: {group.text}"

@@ -18,7 +18,14 @@ from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
 from fxpipe.capture.captures import LATER, Captures
 from fxpipe.capture.capturing import Capturing
 from fxpipe.capture.guard import Captured, Guard
-from fxpipe.capture.same_stages import called_alike, captured_for, each_once, joint, like, places_of_rows
+from fxpipe.capture.same_stages import (
+    adapted_to,
+    captured_for,
+    map_distinct,
+    places_of_rows,
+    union_of,
+    with_shared_names,
+)
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
@@ -182,7 +189,7 @@ class PlanState(Planned):
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
             if pattern.training:
-                check_hooks(joint(graphs))
+                check_hooks(union_of(graphs))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
             plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
             if self.plans:
@@ -197,8 +204,8 @@ class PlanState(Planned):
         ids, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: tensor for name, tensor in stage.tensors.items() if id(tensor) not in ids}
-        graphs = each_once(first.graphs, partial(_holding, more=more))
-        return replace(self, plans={**self.plans, key: replace(first, graph=joint(graphs), graphs=graphs)})
+        graphs = map_distinct(first.graphs, partial(_holding, more=more))
+        return replace(self, plans={**self.plans, key: replace(first, graph=union_of(graphs), graphs=graphs)})
 
     def only(self, wanted: Collection[Plan]) -> PlanState:
         """The state with the first plan, these plans, and the captures that made them; the rest is dropped."""
@@ -228,20 +235,20 @@ class PlanState(Planned):
         for graph in graphs:
             check_replicas(graph, self.topology.size(BATCH))
         if self.plans:
-            graphs = each_once(graphs, lambda graph: like(graph, self.first.graph))
-        graphs = called_alike(graphs)
+            graphs = map_distinct(graphs, lambda graph: adapted_to(graph, self.first.graph))
+        graphs = with_shared_names(graphs)
         if not self.plans:
             # Later captures are cut as the first capture was. A capture with symbolic sizes may have replaced it here.
             for captured_before in self.captures:
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
-                graphs = each_once(graphs, partial(_holding, more=more))
-        every = joint(graphs)
+                graphs = map_distinct(graphs, partial(_holding, more=more))
+        every = union_of(graphs)
         placement = place_stages(every, self.ranks, self._wanted(every))
         read = {name for stage in every for name in stage.batch_inputs}
         labels = self.items.note(inputs, read)
         placed = partial(replace, placement=placement, labels=labels)
         check_replicated(placed(every))
-        return each_once(graphs, lambda graph: self._ready(placed(graph)))
+        return map_distinct(graphs, lambda graph: self._ready(placed(graph)))
 
     def _ready(self, graph: StageGraph) -> StageGraph:
         """The graph with its stages parallelized and compiled, as the options ask."""
@@ -293,8 +300,8 @@ class PlanState(Planned):
         state = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
 
         def taken_up(plan: Plan) -> Plan:
-            graphs = each_once(plan.graphs, lambda graph: state._ready(graph.with_tensors_of_module()))
-            return replace(plan, graph=joint(graphs), graphs=graphs)
+            graphs = map_distinct(plan.graphs, lambda graph: state._ready(graph.with_tensors_of_module()))
+            return replace(plan, graph=union_of(graphs), graphs=graphs)
 
         return replace(state, plans={pattern: taken_up(plan) for pattern, plan in self.plans.items()})
 
@@ -326,7 +333,7 @@ class PlanState(Planned):
         places: Places,
     ) -> Plan:
         """The plan that runs the table chosen for these graphs. ``captures``: the guards of the graphs' captures."""
-        graph = joint(graphs)
+        graph = union_of(graphs)
         schedule = choose_table(self, graph, pattern)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
@@ -342,8 +349,8 @@ class PlanState(Planned):
             frozenset(graph.names[stage] for stage, _ in halves)
             for halves in (schedule.dependencies.recomputed, schedule.dependencies.offloaded)
         )
-        graphs = each_once(graphs, lambda each: replace(each, recomputed=again, offloaded=host))
-        return Plan(joint(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
+        graphs = map_distinct(graphs, lambda each: replace(each, recomputed=again, offloaded=host))
+        return Plan(union_of(graphs), graphs, schedule, instructions, tuple(order), program, captures, places)
 
     def _in_halves(self, graphs: tuple[StageGraph, ...], schedule: Schedule) -> tuple[StageGraph, ...]:
         """The graphs in which exactly the stages that the table runs as I and W can defer weight gradients to W."""
@@ -368,7 +375,7 @@ class PlanState(Planned):
                 )
             return replace(graph, stages=tuple(stages))
 
-        return each_once(graphs, halved)
+        return map_distinct(graphs, halved)
 
     def _check_same_stages(self, plan: Plan, at_compile: bool) -> None:
         """PartitionError if a stage of a later plan uses a tensor that this stage does not hold in the first plan."""
