@@ -29,7 +29,7 @@ from fxpipe.labels import label
 from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, ValueRecorder
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
-from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
+from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, Residuals, StepInput, StepResult, take_out
 from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
 from fxpipe.schedules.action import Action
@@ -180,7 +180,7 @@ class BoundAction:
 
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
-        self.left_behind = executor.left_behind.setdefault((action.stage, action.microbatch), LeftBehind())
+        self.residuals = executor.residuals.setdefault((action.stage, action.microbatch), Residuals())
         self.takes: Sequence[Fetch] = ()
         self._sums = action.kind.completes_gradients
         self._parameters = list(self.stage.parameters.values())
@@ -280,7 +280,7 @@ class ForwardAction(BoundAction):
 
     def _keeping(self, run: Run) -> Run:
         """A forward that drops its graph, and that R runs again."""
-        executor, stage, left = self.executor, self.stage, self.left_behind
+        executor, stage, residuals = self.executor, self.stage, self.residuals
 
         def run_and_keep(*inputs: Any) -> Any:
             recomputed = RecomputedForward(
@@ -288,7 +288,7 @@ class ForwardAction(BoundAction):
             )
             # The graph of this run is dropped at once. R makes it anew shortly before the backward.
             outputs = recomputed.first(run, inputs)
-            left.recomputed = recomputed
+            residuals.recomputed = recomputed
             return outputs, None
 
         return run_and_keep
@@ -304,7 +304,7 @@ class ForwardAction(BoundAction):
         if self.stage.returns_result:
             self._take_result(outputs[-1], saved)
         if self.keeps:
-            self.left_behind.saved = saved
+            self.residuals.saved = saved
         self._give(outputs)
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
@@ -357,7 +357,7 @@ class Recomputation(BoundAction):
         self._run = self.bound_run()
 
     def run(self, arrived: list[Any]) -> None:
-        recomputed, self.left_behind.recomputed = self.left_behind.recomputed, None
+        recomputed, self.residuals.recomputed = self.residuals.recomputed, None
         assert recomputed is not None
         arrived += recomputed.inputs
         outputs, saved = recomputed.second(self._run)
@@ -365,7 +365,7 @@ class Recomputation(BoundAction):
             part = read_loss(outputs[-1])
             step = self.executor.step
             saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
-        self.left_behind.saved = saved
+        self.residuals.saved = saved
 
 
 class BackwardAction(BoundAction):
@@ -386,9 +386,9 @@ class BackwardAction(BoundAction):
         return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]
 
     def run(self, arrived: list[Any]) -> None:
-        executor, left = self.executor, self.left_behind
+        executor, residuals = self.executor, self.residuals
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
-        saved, left.saved = left.saved, None
+        saved, residuals.saved = residuals.saved, None
         assert saved is not None
         if executor.step.values is not None:
             self._record(executor.step.values, GRADIENT, arrived)
@@ -403,7 +403,7 @@ class BackwardAction(BoundAction):
             returned = self.stage.backward(saved, arrived)
             if new:
                 give_own_memory(new, (arrived, returned))
-            left.later = saved.deferred
+            residuals.later = saved.deferred
         self.give(returned)
 
     def give(self, returned: Sequence[Any]) -> None:
@@ -416,7 +416,7 @@ class WeightsAction(BoundAction):
     """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
     def run(self, arrived: list[Any]) -> None:
-        later, self.left_behind.later = self.left_behind.later, None
+        later, self.residuals.later = self.residuals.later, None
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
             new, passing = without_gradient(parameters), later.pending
@@ -468,7 +468,7 @@ class GroupForward(ForwardAction):
             inputs.append(value)
             joined.append(how)
         if self.keeps:
-            self.left_behind.joined = joined
+            self.residuals.joined = joined
         return inputs
 
 
@@ -483,7 +483,7 @@ class GroupBackward(BackwardAction):
         ]
 
     def give(self, returned: Sequence[Any]) -> None:
-        joined, self.left_behind.joined = self.left_behind.joined, None
+        joined, self.residuals.joined = self.residuals.joined, None
         sent: dict[Edge, list[Any]] = {}
         for index, edge in self.fed:
             how = joined[index] if joined is not None else None
