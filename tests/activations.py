@@ -77,7 +77,7 @@ class Held:
 
     def ran(self, executor: Executor) -> None:
         """An action is over: what its stage keeps for a recomputation counts from now on."""
-        for (stage, _), left in executor.left_behind.items():
+        for (stage, _), left in executor.residuals.items():
             forward = left.recomputed
             if forward is not None and forward not in self._seen:
                 for leaf in pytree.tree_leaves(forward.inputs):

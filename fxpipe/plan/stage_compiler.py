@@ -156,7 +156,7 @@ class _CutGraph:
         results = function(*(call.stand_ins.get(index, value) for index, value in enumerate(inputs)))
         for node in call.nodes(results):
             node.register_prehook(call.comes)
-        call.deferred.leave(call)
+        call.deferred.add_call(call)
         return results
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Function:

@@ -21,7 +21,7 @@ from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import HOOK_TABLES
 
 
-class Left(Protocol):
+class DeferredCall(Protocol):
     """The data that a call of a compiled graph leaves for W."""
 
     @property
@@ -43,7 +43,7 @@ class Deferred:
         self._roots: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
         self._parameters: dict[int, Tensor] = {}
-        self._left: list[Left] = []
+        self._calls: list[DeferredCall] = []
         self._open = False
 
     @contextlib.contextmanager
@@ -70,27 +70,27 @@ class Deferred:
         self._seeds += seeds
         self._parameters |= {id(parameter): parameter for parameter in parameters}
 
-    def leave(self, left: Left) -> None:
+    def add_call(self, call: DeferredCall) -> None:
         """Records a call whose W makes gradients by itself."""
-        self._left.append(left)
+        self._calls.append(call)
 
     def accumulate(self) -> None:
         """Runs W: adds the parameters' gradients to their ``.grad``; once."""
         # the last call goes back first, as in a whole backward: so a parameter's sums have the same order
-        pairs = [pair for left in reversed(self._left) for pair in left.gradients() if pair[0].requires_grad]
+        pairs = [pair for call in reversed(self._calls) for pair in call.gradients() if pair[0].requires_grad]
         roots = [*self._roots, *(get_gradient_edge(parameter) for parameter, _ in pairs)]
         seeds = [*self._seeds, *(gradient for _, gradient in pairs)]
         parameters = self._parameters | {id(parameter): parameter for parameter, _ in pairs}
         # parameters that are frozen by now are left out
         ends = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        self._roots, self._seeds, self._parameters, self._left = [], [], {}, []
+        self._roots, self._seeds, self._parameters, self._calls = [], [], {}, []
         if roots and ends:
             torch.autograd.backward(roots, seeds, inputs=ends)
 
     @property
     def pending(self) -> list[Tensor]:
         """The tensors that wait for W; of calls with a graph of their own, only the gradients."""
-        return [*self._seeds, *(value for left in self._left for value in left.pending)]
+        return [*self._seeds, *(value for call in self._calls for value in call.pending)]
 
 
 def deferring(function: Callable[..., Any], name: str, is_attention: bool = False) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ UNREGISTERED = (
     "a tensor that needs a gradient and is no parameter of the model is used in forward, or in loss_fn",
     "register it as an nn.Parameter of the model, or pass the module that holds it as loss_fn= itself",
 )
-LEFT_BEHIND = (
+LEAKED = (
     "forward keeps a tensor outside of the model's modules, in a global, a class or a cache such as "
     "functools.lru_cache's, and keeps now what it has made while it was captured, without numbers; empty it "
     "(cache_clear()), and make the tensor in forward each time, or keep it in a buffer"

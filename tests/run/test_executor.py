@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpipe
 import fxpipe.run.step.step
-from fxpipe.run.actions.executor import NOT_MADE, Executor, LeftBehind
+from fxpipe.run.actions.executor import NOT_MADE, Executor, Residuals
 from tests.two_ranks import Two
 
 TOPOLOGY = fxpipe.Topology([("pipe", 2)])
@@ -58,8 +58,8 @@ def test_nothing_is_kept_of_a_micro_batch_without_weight(executors: list[Executo
     forward_backward(batch)
     assert len(executors) == 2
     assert all(slot is NOT_MADE for executor in executors for slot in executor.slots)
-    assert all(executor.left_behind.values() for executor in executors)
-    assert all(left == LeftBehind() for executor in executors for left in executor.left_behind.values())
+    assert all(executor.residuals.values() for executor in executors)
+    assert all(left == Residuals() for executor in executors for left in executor.residuals.values())
 
 
 def test_a_micro_batch_without_weight_may_have_a_loss_without_gradient(batch: Tensor) -> None:

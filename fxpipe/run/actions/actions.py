@@ -29,7 +29,7 @@ from fxpipe.labels import label
 from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, ValueRecorder
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
-from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, LeftBehind, StepInput, StepResult, take_out
+from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, Residuals, StepInput, StepResult, take_out
 from fxpipe.run.actions.offload import Offloaded, storages
 from fxpipe.run.actions.recompute import RecomputedForward, Run
 from fxpipe.run.exchange import Port
@@ -181,7 +181,7 @@ class BoundAction:
 
     def __init__(self, executor: Executor, action: Action) -> None:
         self.action, self.executor, self.stage = action, executor, executor.stage(action)
-        self.left_behind = executor.left_behind.setdefault((action.stage, action.microbatch), LeftBehind())
+        self.residuals = executor.residuals.setdefault((action.stage, action.microbatch), Residuals())
         self.takes: Sequence[Fetch] = ()
         self._sums = action.kind.completes_gradients
         self._parameters = list(self.stage.parameters.values())
@@ -283,7 +283,7 @@ class ForwardAction(BoundAction):
 
     def _keeping(self, run: Run) -> Run:
         """A forward that drops its graph, and that R runs again."""
-        executor, stage, left = self.executor, self.stage, self.left_behind
+        executor, stage, residuals = self.executor, self.stage, self.residuals
 
         def run_and_keep(*inputs: Any) -> Any:
             recomputed = RecomputedForward(
@@ -291,23 +291,23 @@ class ForwardAction(BoundAction):
             )
             # The graph of this run is dropped at once. R makes it anew shortly before the backward.
             outputs = recomputed.first(run, inputs)
-            left.recomputed = recomputed
+            residuals.recomputed = recomputed
             return outputs, None
 
         return run_and_keep
 
     def _offloading(self, run: Run) -> Run:
         """A forward whose activations leave for the host: O frees their memory, and P begins to bring them back."""
-        executor, stage, left = self.executor, self.stage, self.left_behind
+        executor, stage, residuals = self.executor, self.stage, self.residuals
         of_batch = [index for index, entry in enumerate(stage.inputs) if isinstance(entry, str)]
 
         def run_and_offload(*inputs: Any) -> Any:
             # The caller holds the batch, and the model its tensors: a copy of these would free nothing.
             stays = storages([*stage.tensors.values(), *pytree.tree_leaves([inputs[index] for index in of_batch])])
-            left.offloaded = Offloaded(executor.copies, stays, stage.name)
-            with left.offloaded.saving():
+            residuals.offloaded = Offloaded(executor.copies, stays, stage.name)
+            with residuals.offloaded.saving():
                 results = run(*inputs)
-            left.offloaded.leave()
+            residuals.offloaded.leave()
             return results
 
         return run_and_offload
@@ -323,7 +323,7 @@ class ForwardAction(BoundAction):
         if self.stage.returns_result:
             self._take_result(outputs[-1], saved)
         if self.keeps:
-            self.left_behind.saved = saved
+            self.residuals.saved = saved
         self._give(outputs)
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
@@ -376,7 +376,7 @@ class Recomputation(BoundAction):
         self._run = self.bound_run()
 
     def run(self, arrived: list[Any]) -> None:
-        recomputed, self.left_behind.recomputed = self.left_behind.recomputed, None
+        recomputed, self.residuals.recomputed = self.residuals.recomputed, None
         assert recomputed is not None
         arrived += recomputed.inputs
         outputs, saved = recomputed.second(self._run)
@@ -384,23 +384,23 @@ class Recomputation(BoundAction):
             part = read_loss(outputs[-1])
             step = self.executor.step
             saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
-        self.left_behind.saved = saved
+        self.residuals.saved = saved
 
 
 class Offload(BoundAction):
     """O: the activations have left for the host's memory."""
 
     def run(self, arrived: list[Any]) -> None:
-        assert self.left_behind.offloaded is not None
-        self.left_behind.offloaded.release()
+        assert self.residuals.offloaded is not None
+        self.residuals.offloaded.release()
 
 
 class Prefetch(BoundAction):
     """P: the activations begin to come back."""
 
     def run(self, arrived: list[Any]) -> None:
-        assert self.left_behind.offloaded is not None
-        self.left_behind.offloaded.fetch()
+        assert self.residuals.offloaded is not None
+        self.residuals.offloaded.fetch()
 
 
 class BackwardAction(BoundAction):
@@ -421,11 +421,11 @@ class BackwardAction(BoundAction):
         return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]
 
     def run(self, arrived: list[Any]) -> None:
-        executor, left = self.executor, self.left_behind
+        executor, residuals = self.executor, self.residuals
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
-        saved, left.saved = left.saved, None
+        saved, residuals.saved = residuals.saved, None
         assert saved is not None
-        offloaded, left.offloaded = left.offloaded, None
+        offloaded, residuals.offloaded = residuals.offloaded, None
         if offloaded is not None:
             offloaded.arrive()
         if executor.step.values is not None:
@@ -441,7 +441,7 @@ class BackwardAction(BoundAction):
             returned = self.stage.backward(saved, arrived)
             if new:
                 give_own_memory(new, (arrived, returned))
-            left.later = saved.deferred
+            residuals.later = saved.deferred
         self.give(returned)
 
     def give(self, returned: Sequence[Any]) -> None:
@@ -454,7 +454,7 @@ class WeightsAction(BoundAction):
     """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
     def run(self, arrived: list[Any]) -> None:
-        later, self.left_behind.later = self.left_behind.later, None
+        later, self.residuals.later = self.residuals.later, None
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
             new, passing = without_gradient(parameters), later.pending
@@ -506,7 +506,7 @@ class GroupForward(ForwardAction):
             inputs.append(value)
             joined.append(how)
         if self.keeps:
-            self.left_behind.joined = joined
+            self.residuals.joined = joined
         return inputs
 
 
@@ -521,7 +521,7 @@ class GroupBackward(BackwardAction):
         ]
 
     def give(self, returned: Sequence[Any]) -> None:
-        joined, self.left_behind.joined = self.left_behind.joined, None
+        joined, self.residuals.joined = self.residuals.joined, None
         sent: dict[Edge, list[Any]] = {}
         for index, edge in self.fed:
             how = joined[index] if joined is not None else None

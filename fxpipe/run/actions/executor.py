@@ -88,8 +88,8 @@ class BoundFor:
 
 
 @dataclass(slots=True)
-class LeftBehind:
-    """The values that a stage's actions of one micro-batch, or of a group, leave for later actions.
+class Residuals:
+    """The values that a stage's actions of one micro-batch, or of a group, save for later actions.
 
     ``saved``: a forward's, for its backward. ``joined``: how a group's inputs were put together. ``recomputed``: a
     forward that will be recomputed. ``later``: I's, for W. ``offloaded``: the activations of a forward on the host.
@@ -127,7 +127,7 @@ class Executor:
         self.slots: list[Any] = []
         """The values that were made here and not used yet."""
         self._slot_of: dict[tuple[Edge, Direction, int], int] = {}
-        self.left_behind: dict[Half, LeftBehind] = {}
+        self.residuals: dict[Half, Residuals] = {}
 
     def begin(self, step: StepInput, result: StepResult, stopwatch: Stopwatch) -> None:
         self.step, self.result, self.stopwatch = step, result, stopwatch
@@ -142,8 +142,8 @@ class Executor:
         self.exchange.drop()
         # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
-        for left in self.left_behind.values():
-            left.saved = left.joined = left.recomputed = left.later = left.offloaded = None
+        for residuals in self.residuals.values():
+            residuals.saved = residuals.joined = residuals.recomputed = residuals.later = residuals.offloaded = None
 
     # for actions to bind to
 

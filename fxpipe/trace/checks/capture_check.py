@@ -29,7 +29,7 @@ from fxpipe.trace import Request
 from fxpipe.trace.checks.row_check import Losses, check_rows
 from fxpipe.trace.opaque.region_calls import watching
 from fxpipe.trace.opaque.regions import Region
-from fxpipe.trace.patching import LEFT_BEHIND
+from fxpipe.trace.patching import LEAKED
 from fxpipe.trace.replay import CONSTANT, Batch, Rounding, as_in_a_step, gpus_of, in_compute_dtype, own
 
 MOST_PARAMETERS = 2**28
@@ -267,7 +267,7 @@ class _Trial:
         except Exception as error:
             return f"the model fails on a micro-batch of the example: {_in_a_line(error)}"
         if any(isinstance(value, FakeTensor) for value in wanted.values()):  # the model keeps a fake tensor
-            raise TraceError(LEFT_BEHIND)
+            raise TraceError(LEAKED)
         try:
             got = self.run(self.stages, microbatch)
         except torch.OutOfMemoryError as error:

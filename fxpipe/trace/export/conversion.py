@@ -34,7 +34,7 @@ from fxpipe.torch_compat.sizes import hint_of, holds_for, size_guards
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED
+from fxpipe.trace.patching import LEAKED, UNREGISTERED
 from fxpipe.user_line import users_line_in
 
 _BOUNDARY = torch.ops.fxpipe.boundary.default
@@ -354,7 +354,7 @@ class Conversion:
         """The name of a tensor that forward uses: the name in the model, or a new name for a constant."""
         tensor = self.exported.constants[target]
         if isinstance(tensor, FakeTensor):
-            raise TraceError(LEFT_BEHIND + _line_of(*node.users))
+            raise TraceError(LEAKED + _line_of(*node.users))
         if not isinstance(tensor, Tensor):
             raise TraceError(
                 f"forward uses {target.removeprefix(_ROOT + '.')}, a {type(tensor).__name__} that is no "
