@@ -118,12 +118,12 @@ class DistributedTransport:
         except PeerLost as lost:
             raise RunError(self.explain(lost)) from None
         except RunError:  # the ranks differ; all ranks raise this
-            self.watchdog.put_down(self.number)
+            self.watchdog.unwatch(self.number)
             raise
 
     def _meet(self, topology: Topology, options: Mapping[str, str]) -> None:
         """Waits until all ranks have arrived; RunError on all ranks if their facts differ."""
-        self.watchdog.take_up(self.number, topology)
+        self.watchdog.watch(self.number, topology)
         # Compare through the store before connecting: ranks of different topologies would open different connections.
         # Rank 0 compares the facts, and writes the difference to the store for the other ranks.
         keys = [f"facts/{rank}" for rank in self._ranks["all"]]
@@ -328,8 +328,8 @@ class DistributedTransport:
             names[rank], facts[rank] = decode(each, f"rank {rank}")
         text = f"in {entered.name}: {self.watchdog.difference(facts)}; give all ranks the same"
         if len(set(names.values())) > 1:
-            text = self.watchdog.apart(names)
-        self.watchdog.judge(self.number, Ending(text))
+            text = self.watchdog.describe_calls(names)
+        self.watchdog.record_verdict(self.number, Ending(text))
         raise PeerLost(f"an all-gather over {scope}")
 
     def _member(self, groups: Mapping[Scope, dist.ProcessGroup], scope: Scope) -> dist.ProcessGroup:
@@ -426,7 +426,7 @@ class DistributedTransport:
 
     def _destroy(self, why: str, aborts: bool = False) -> None:
         self._closed = why
-        self.watchdog.put_down(self.number)
+        self.watchdog.unwatch(self.number)
         groups = self.process_groups()
         self._links.clear()
         self._groups.clear()

@@ -114,7 +114,7 @@ class Watchdog:
             shown = ", ".join(f"{axis} {coordinate[axis]}" for axis, size in topology.axes if size > 1)
         return f"rank {rank} ({shown})" if shown else f"rank {rank}"
 
-    def take_up(self, number: int, topology: Topology) -> None:
+    def watch(self, number: int, topology: Topology) -> None:
         """Starts watching transport ``number`` with this topology."""
         self._topology = topology
         self._pipe, data = (next(g for g in topology.groups(axis) if self.rank in g) for axis in ("pipe", BATCH))
@@ -125,7 +125,7 @@ class Watchdog:
         self._heartbeat.transports.add(number)
         self._heartbeat.refresh()
 
-    def put_down(self, number: int) -> None:
+    def unwatch(self, number: int) -> None:
         """Stops watching a closed transport."""
         self._heartbeat.transports.discard(number)
 
@@ -134,7 +134,7 @@ class Watchdog:
         endings = self._heartbeat.endings
         return self._verdicts.get(number) or endings.get(number) or endings.get(PROGRAM)
 
-    def judge(self, number: int, ending: Ending) -> None:
+    def record_verdict(self, number: int, ending: Ending) -> None:
         """Records the first reason that this rank has found, or its own failure."""
         if self._verdicts.setdefault(number, ending) is ending:
             where = here.described()[0]
@@ -142,7 +142,7 @@ class Watchdog:
 
     def end(self, number: int, ending: Ending) -> None:
         """Reports to all ranks why a transport ends."""
-        self.judge(number, ending)
+        self.record_verdict(number, ending)
         self._heartbeat.end(number, ending)
 
     def why(self, number: int, ranks: Sequence[int], reason: str, seconds: float = 5.0) -> Ending:
@@ -188,7 +188,7 @@ class Watchdog:
                 texts.append(f"{name} is {', and '.join(parts)}")
         return "; ".join(texts[:_COMPARED])
 
-    def apart(self, calls: Mapping[int, str]) -> str:
+    def describe_calls(self, calls: Mapping[int, str]) -> str:
         """Returns a message that says which ranks are in which calls."""
         ranks: dict[str, list[str]] = {}
         for rank, name in sorted(calls.items()):
@@ -262,7 +262,7 @@ class Watchdog:
             elif ctrl_c:
                 waiting.end()  # then Python's own handler runs, and raises KeyboardInterrupt
             elif (ending := self.verdict(waiting.number) or self._judged(waiting)) is not None:
-                self.judge(waiting.number, ending)
+                self.record_verdict(waiting.number, ending)
                 waiting.end()
 
     def _judged(self, waiting: Waiting) -> Ending | None:
@@ -341,7 +341,7 @@ class Watchdog:
         for rank, (epoch, calls) in list(self._heartbeat.calls.items()):
             names = first_difference(here.calls, calls, rank in self._pipe)
             if names is not None and epoch == here.epoch:
-                return Ending(self.apart({self.rank: names[0], rank: names[1]}))
+                return Ending(self.describe_calls({self.rank: names[0], rank: names[1]}))
         return None
 
     def _last_of_chain(self, late: Sequence[int]) -> list[str]:

@@ -201,7 +201,7 @@ def watched(link: Link, monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Topol
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         monkeypatch.setattr(dist, "get_world_size", lambda: topology.world_size)
         made = Watchdog()
-        made.take_up(1, topology)
+        made.watch(1, topology)
         return made
 
     return make
