@@ -45,8 +45,7 @@ from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_ro
 from fxpipe.trace.checks.sizes import Family, changing, entries_between, outline, sizes_between, unlike
 from fxpipe.trace.opaque.observed import SeenCalls, check_called, declared, observe, watch
 from fxpipe.trace.opaque.regions import Region
-from fxpipe.trace.patching import aside
-from fxpipe.trace.reads import Reads, noting
+from fxpipe.trace.reads import Reads, ignoring_reads, noting
 from fxpipe.trace.request import Place
 
 SMALL = 2**16
@@ -348,7 +347,7 @@ class CaptureRun:
                 raise TraceError(wrong[training, program.tracer])
         self._check_unchanged(self.this.given[0])
         examined = self._cut(program, request.whole)
-        with aside():
+        with ignoring_reads():
             checked = self._checked(examined.captured, request, self.sample)
             if checked.startswith(NOT_CHECKED):
                 self._look_for_rows(examined.cut)
