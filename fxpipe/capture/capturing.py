@@ -35,8 +35,7 @@ from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import NOT_CHECKED, Sample, check
 from fxpipe.trace.checks.sizes import changing
 from fxpipe.trace.opaque.observed import declared, watch
-from fxpipe.trace.patching import aside
-from fxpipe.trace.reads import Reads, noting
+from fxpipe.trace.reads import Reads, ignoring_reads, noting
 from fxpipe.trace.request import Place
 
 SMALL = 2**16
@@ -216,7 +215,7 @@ class Capturing:
                 raise TraceError(wrong[training, program.tracer])
         _check_unchanged(captures, this)
         examined = cut(captures, program, request, self.pattern, this)
-        with aside():
+        with ignoring_reads():
             checked = self._checked(captures, this, examined.captured, request)
             if checked.startswith(NOT_CHECKED) and captures.first is None and this.training:
                 check_rows_apart(captures.source, examined.cut, self.pattern, this.shape)

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -42,20 +41,6 @@ DRAWN = (
 
 BACKWARD = torch.autograd.backward
 """torch's own function, read before any patch, since a model may have bound that function, too."""
-
-
-ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
-"""Whether model code runs for its results alone, such as an opaque region's code during a capture."""
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """While this context is open, ``ASIDE`` is true."""
-    token = ASIDE.set(True)
-    try:
-        yield
-    finally:
-        ASIDE.reset(token)
 
 
 def refuse(fact: str, instead: str) -> TraceError:

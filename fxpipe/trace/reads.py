@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from fxpipe.snapshots.contents import alike, contents
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat.tensors import version_of
-from fxpipe.trace.patching import ASIDE
 
 MOST = 16
 """The most states of a model: an attribute that changes with every step would need a capture in every step."""
@@ -38,15 +38,30 @@ _OWN = frozenset({"training", "_parameters", "_buffers"})
 """Attributes that a pattern includes already, or whose changes a stage follows."""
 
 
+_IGNORES_READS: ContextVar[bool] = ContextVar("_IGNORES_READS", default=False)
+
+
+@contextlib.contextmanager
+def ignoring_reads() -> Iterator[None]:
+    """While this context is open, ``noting`` notes nothing: model code runs for its results alone, such as an opaque
+    region's code during a capture."""
+    token = _IGNORES_READS.set(True)
+    try:
+        yield
+    finally:
+        _IGNORES_READS.reset(token)
+
+
 @contextlib.contextmanager
 def noting() -> Iterator[set[Key]]:
-    """Collects the attributes that captured code reads of any module while this context is open, except ``aside``."""
+    """Collects the attributes that captured code reads of any module while this context is open, except in
+    ``ignoring_reads``."""
     noted: set[Key] = set()
     original = nn.Module.__getattribute__
 
     # Python calls nn.Module.__getattr__, which finds parameters and submodules, only after this function
     def note(module: nn.Module, name: str) -> Any:
-        if not ASIDE.get():
+        if not _IGNORES_READS.get():
             noted.add((id(object.__getattribute__(module, "__dict__")), name))
         return original(module, name)
 

@@ -18,7 +18,8 @@ from fxpipe.patches import all_patched
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
-from fxpipe.trace.patching import Key, aside, handled, refuse
+from fxpipe.trace.patching import Key, handled, refuse
+from fxpipe.trace.reads import ignoring_reads
 from fxpipe.trace.request import Request, tensors_of_words
 from fxpipe.user_line import current_line, is_users
 
@@ -87,7 +88,7 @@ class Regions:
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # in a rehearsal of a submodule around the region, the region runs
         if self.runs():
-            with aside():
+            with ignoring_reads():
                 return inner(*args, **kwargs)
         arguments = Structure(tensors_of_words((args, kwargs)), self.is_value)
         foreign = arguments.foreign(self._objects)
