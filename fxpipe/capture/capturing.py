@@ -37,6 +37,7 @@ from fxpipe.trace.patching import aside
 from fxpipe.trace.request import Place
 from fxpipe.trace.state.generators import own_generators
 from fxpipe.trace.state.reads import Reads, noting
+from fxpipe.trace.state.snapshot import remembered
 
 SMALL = 2**16
 """The most elements of a buffer that is copied."""
@@ -110,6 +111,7 @@ class Capturing:
         with (
             progress(f"capturing {type(source.model).__name__}"),
             ignored(source.balancing.finds_cuts),
+            remembered(captures.reads.memos),
             noting() as noted,
         ):
             examined, request, added = capture_in_part(
@@ -259,7 +261,8 @@ def _reads(captures: Captures, program: Program, request: Request, noted: set[tu
     }
     targets = {str(node.target) for node in program.nodes if node.op == "call_module"}
     called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-    return captures.reads.with_capture(noted - own, request.roots, called, program.sets, program.computed_with)
+    facts = program.sets, program.computed_with, program.memos
+    return captures.reads.with_capture(noted - own, request.roots, called, *facts)
 
 
 def _with_objects(captures: Captures, name: str, value: Any) -> Any:

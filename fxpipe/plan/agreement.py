@@ -145,7 +145,9 @@ class Agreement:
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
     def _take(self, planning: PlanState) -> None:
-        """Replaces the plan state, and has watched regions compare its reads."""
+        """Replaces the plan state, sets its captures' memos, and has watched regions compare its reads."""
+        if planning.captures.reads.memos:
+            planning = planning.with_captures(reads=planning.captures.reads.with_memos_set())
         self.planning, planning.captures.source.latest.reads = planning, planning.captures.reads
 
     # this rank's inputs

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.program import Memo
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
 from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, CaptureGuard
-from fxpipe.trace.state.snapshot import storage_of
+from fxpipe.trace.state.snapshot import forget, storage_of
 from fxpipe.trace.user_line import definition, is_torchs
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"
@@ -36,7 +37,7 @@ class TracingGuard(CaptureGuard):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._buffers, self._caches = AssignedBuffers(), CallAttributes()
+        self._buffers, self._caches, self.memos = AssignedBuffers(), CallAttributes(), list[Memo]()
         self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
 
     @contextlib.contextmanager
@@ -53,6 +54,8 @@ class TracingGuard(CaptureGuard):
         try:
             with self.forward(self._patches()):
                 yield
+                self.memos = [memo for snapshot in self.snapshots.values() for memo in snapshot.memos()]
+                forget(self.memos)
             self._buffers.write()
         finally:
             self._buffers.put_back()
@@ -87,6 +90,8 @@ class TracingGuard(CaptureGuard):
         # an assigned buffer becomes an in-place write to the old buffer
         if self._buffers.assign(module, name, value, f"{path or 'self'}.{name}"):
             return True
+        if self.own.is_memo(module, name, value):
+            return False
         return super().take_attribute(module, name, value, path)
 
     def _guarded_register_buffer(self) -> Callable[..., None]:

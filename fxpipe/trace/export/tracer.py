@@ -39,6 +39,7 @@ from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import as_in_run, refuse
 from fxpipe.trace.request import Place, Request, named
+from fxpipe.trace.state.snapshot import remembered
 from fxpipe.trace.user_line import is_torchs, line_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
@@ -81,8 +82,21 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
     return frozenset(dim for dim in request.varying if leaves[dim[0]][dim[1]].shape[dim[2]] in counts)
 
 
-@as_in_run
 def _export(request: Request) -> Program:
+    """Exports, and exports again if forward sets memos, with these set: TraceError if the second call sets others, or
+    computes something else."""
+    program = _export_call(request)
+    if program.memos:
+        with remembered(program.memos):
+            again = _export_call(request)
+        if again.memos or f"{again}" != f"{program}":
+            names = ", ".join(name for _, name, _ in (*program.memos, *again.memos))
+            raise TraceError(f"forward sets {names} in its first call, and does something else in its second call")
+    return program
+
+
+@as_in_run
+def _export_call(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
     guard = TracingGuard(request)
@@ -92,7 +106,9 @@ def _export(request: Request) -> Program:
             call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
-        program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.program(exported).replace(
+            sets=guard.own.taken, memos=tuple(guard.memos), fixed_sizes=call.fixed_sizes(exported, lines)
+        )
     answers = tuple(call.decisions.used.items())
     if call.question is not None:
         request.ask(request, program, call.question, answers)

@@ -24,7 +24,7 @@ from fxpipe.trace.patching import (
 )
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import noting
-from fxpipe.trace.state.snapshot import MISSING, Snapshot
+from fxpipe.trace.state.snapshot import MISSING, PLAIN_VALUE, Snapshot
 from fxpipe.trace.user_line import current_line
 
 
@@ -82,6 +82,11 @@ class CallAttributes:
             return False
         self._before[key] = table, before
         return True
+
+    def is_memo(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Whether forward replaces the None that it has read in an attribute by a plain value."""
+        was_read = (id(vars(module)), name) in self.read
+        return was_read and vars(module).get(name, MISSING) is None and isinstance(value, PLAIN_VALUE)
 
     def put_back(self) -> None:
         while self._before:
