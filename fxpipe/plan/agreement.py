@@ -401,10 +401,9 @@ class Agreement:
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.batch.describe_parts(given) for given in distinct]
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
-        captures = plan.captures or (None,) * len(reported.batch.sizes)
         keys = [
             (plan.graph.edges, fixed, reported.batch.is_whole, who, *each)
-            for each in zip(captures, plan.halved, *parts, strict=True)
+            for each in zip(plan.captures, plan.halved, *parts, strict=True)
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)
 
