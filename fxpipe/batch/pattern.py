@@ -105,7 +105,7 @@ class Pattern:
         shapes = tuple((shape,) for shape in self.shapes) or ((),) * self.microbatches
         answers = self.answers or ((),) * self.microbatches
         return [
-            replace(self, given=(inputs,), shapes=shape, everyone=()).for_answers(answer)
+            replace(self, given=(inputs,), shapes=shape, everyone=(), answers=(answer,) if answer else ())
             for inputs, shape, answer in zip(self.given, shapes, answers, strict=True)
         ]
 
@@ -113,10 +113,6 @@ class Pattern:
     def answered(self) -> Answers:
         """The answers of the first micro-batch."""
         return self.answers[0] if self.answers else ()
-
-    def for_answers(self, answers: Answers) -> Pattern:
-        """The pattern of a micro-batch with these answers."""
-        return replace(self, answers=(answers,) if answers else ())
 
     @property
     def shape(self) -> Description | None:

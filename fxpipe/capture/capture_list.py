@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fxpipe.capture.captures import Captures
-from fxpipe.capture.guard import Captured, described_input
+from fxpipe.capture.guard import Captured
 from fxpipe.errors import printable
 from fxpipe.notebook import Tabular
 
@@ -46,10 +46,6 @@ class CaptureList(Tabular):
 
 
 def _entry(captures: Captures, captured: Captured) -> CaptureEntry:
-    assert captured.guard is not None
-    values, sizes, answers = captured.guard.values, captured.guard.sizes, captured.guard.answers
-    given = [f"{name} {described_input(entry)}" for name, entry in sizes.shape] if sizes else values.inputs
-    mode = "training" if values.training else "evaluation"
-    asked = [f"where the outcome of {captures.questions.line(key)!r} is {answer}" for key, answer in answers]
-    kind = f"{mode}, by {captured.tracer}: {', '.join(given)}"
-    return CaptureEntry(kind, ", ".join([f"{sizes or 'any sizes'}", *asked]), captured.why)
+    guard = captured.guard
+    kind = f"{'training' if guard.values.training else 'evaluation'}, by {captured.tracer}: {guard.inputs}"
+    return CaptureEntry(kind, guard.described(captures.questions), captured.why)

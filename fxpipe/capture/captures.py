@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fxpipe.batch.description import Description, example_of
-from fxpipe.batch.pattern import Pattern
-from fxpipe.capture.guard import Captured, Family, Guard, KindKey, kind_of
+from fxpipe.batch.pattern import Flags, Pattern
+from fxpipe.capture.guard import Captured, Guard, KindKey
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.region_facts import RegionFacts
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program, Shapes
-from fxpipe.graph.question import Unanswered
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
 from fxpipe.options import Options
+from fxpipe.schedules.families.limits import Family
+from fxpipe.schedules.kinds import kind_of
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged
@@ -44,7 +46,7 @@ class Source:
     """What is captured, and how: it stays the same for all captures."""
 
     model: nn.Module
-    own_stages: StageGraph | None
+    own: Captured | None
     """The user's own stages: nothing is traced, and each micro-batch runs these stages."""
     cuts: Mapping[str, Cut]
     """The boundaries of ``boundaries=``: submodule path → where the submodule is cut."""
@@ -72,7 +74,7 @@ class First(NamedTuple):
     """The search result: the stages, or the ranks of the stages."""
     unused: frozenset[str]
     """The parameters and buffers that the program does not use."""
-    numbers: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor] = MappingProxyType({})
     """Copies of small integer and boolean buffers; such buffers may decide sizes."""
 
 
@@ -106,10 +108,10 @@ class Captures:
             topology: the ranks of all axes.
             device: the device on which a model without a device will run.
         """
-        module, own_stages = (model.module, _drawing(model)) if isinstance(model, StageGraph) else (model, None)
+        module, own = (model.module, _own(model)) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts, found = resolve(module, options.boundaries)
         balancing = Balancing(options, topology, device, finds_cuts, found)
-        captures = Captures(Source(module, own_stages, cuts, balancing), regions=RegionFacts(whole))
+        captures = Captures(Source(module, own, cuts, balancing), regions=RegionFacts(whole))
         given: dict[str, Any] = {"passes": options.passes}
         if found is None:
             given |= {"placement": options.placement}
@@ -134,7 +136,7 @@ class Captures:
     @property
     def guards(self) -> list[Guard]:
         """The guards of the captures."""
-        return [each.guard for each in self if each.guard is not None]
+        return [each.guard for each in self]
 
     @property
     def program(self) -> Program | None:
@@ -169,9 +171,10 @@ class Captures:
         first = "it is the first batch" if batch.training else "it is the first evaluation"
         return "; ".join(min(reasons, key=len)) if reasons else first
 
-    def with_captured(self, captured: Captured, guard: Guard) -> Captures:
-        """The captures with one more, which has this guard."""
-        key = kind_of(guard.values, guard.sizes and guard.sizes.shape)
+    def with_captured(self, captured: Captured) -> Captures:
+        """The captures with one more."""
+        sizes = captured.guard.sizes
+        key = kind_of(captured.guard.values, sizes and sizes.shape)
         family = self.families.get(key, Family()).with_captured(captured)
         return replace(self, families={**self.families, key: family})
 
@@ -193,10 +196,6 @@ class Captures:
         questions = self.questions.only([guard.answers for guard in used])
         return replace(self, families=families, questions=questions, objects={})
 
-    def asking(self, error: Unanswered) -> Captures:
-        """The captures with the question that ``error`` left unanswered, which each micro-batch then answers."""
-        return replace(self, questions=self.questions.asking(error))
-
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
         return self.source.balancing.stage_work(self.program, pattern, placement)
@@ -215,16 +214,16 @@ class Captures:
             key: replace(family, captured=tuple(each.with_tensors_of_module() for each in family.captured))
             for key, family in self.families.items()
         }
-        own_stages = self.source.own_stages
-        own_stages = None if own_stages is None else own_stages.with_tensors_of_module()
-        return replace(self, families=families, source=replace(self.source, own_stages=own_stages))
+        own = self.source.own and self.source.own.with_tensors_of_module()
+        return replace(self, families=families, source=replace(self.source, own=own))
 
 
-def _drawing(graph: StageGraph) -> StageGraph:
+def _own(graph: StageGraph) -> Captured:
     """Stages that the user gave, with their own random generators, each of the first stage that can reach it."""
     generators = dict[str, OwnGenerator]()
     for stage in graph:
         for name, value in own_generators(stage.module).items():
             if all(value is not other.value for other in generators.values()):
                 generators[f"{stage.name} {name}"] = OwnGenerator(value, stage.index)
-    return replace(graph, generators=generators)
+    guard = Guard(Pattern((), False, Flags(b"", b"")))
+    return Captured(replace(graph.with_backward(), generators=generators), guard, f"{graph}")

@@ -13,7 +13,7 @@ from fxpipe.batch.description import Description, example_of, known_by_type
 from fxpipe.batch.objects import spec_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import capture_in_part
-from fxpipe.capture.captures import Captures, First
+from fxpipe.capture.captures import Captures
 from fxpipe.capture.examining import Examined, check_rows_apart, cut
 from fxpipe.capture.guard import Captured
 from fxpipe.capture.region_facts import Observed, observed_in_run
@@ -26,6 +26,7 @@ from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
 from fxpipe.progress import progress
 from fxpipe.search.node_costs import CostUnknown
+from fxpipe.snapshots.snapshot import remembered
 from fxpipe.specs import ObjectValue
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.own_generators import own_generators
@@ -66,8 +67,8 @@ class Capturing:
         """Returns the new captures, and the capture for each micro-batch of the pattern: the same object for
         micro-batches that share a capture. Errors as ``_capture``."""
         training, count, any_words = self.pattern.training, self.pattern.microbatches, captures.any_words
-        if (graph := captures.source.own_stages) is not None:
-            return captures, [Captured(graph.with_backward(), None, f"{graph}")] * count
+        if captures.source.own is not None:
+            return captures, [captures.source.own] * count
         run = replace(self, pattern=self.pattern.for_any_words()) if any_words else self
         alone, found = run.pattern.each(), list[Captured]()
         # Twice: a later micro-batch's capture with symbolic sizes may also be valid for the earlier micro-batches.
@@ -88,11 +89,10 @@ class Capturing:
             return captures, captured
         why = captures.why_anew(this)
         captures, captured = self._capture(captures, this)
-        assert captured.guard is not None
         for name in known_by_type(captured.guard.sizes.shape) if captured.guard.sizes is not None else ():
             raise Unanswered(name, "", captures.questions.numbers)
         captured = replace(captured, why=why)
-        captures = captures.with_captured(captured, captured.guard)
+        captures = captures.with_captured(captured)
         return replace(captures, reports=_reports(captures, captured, this.training)), captured
 
     @paused()
@@ -110,6 +110,7 @@ class Capturing:
         with (
             progress(f"capturing {type(source.model).__name__}"),
             ignored(source.balancing.finds_cuts),
+            remembered(captures.reads.memos),
             noting() as noted,
         ):
             examined, request, added = capture_in_part(
@@ -123,11 +124,9 @@ class Capturing:
         # 2. The facts about the model that the capture found.
         program, captured = examined.program, examined.captured
         watch(examined.cut, source.latest.changed)
-        numbers = _numbers_in(source.model) if captures.first is None else captures.first.numbers
-        first = captures.program or examined.cut
         captures = replace(
             captures,
-            first=First(first, examined.searched, examined.unused, numbers),
+            first=captures.first or examined.first._replace(numbers=_numbers_in(source.model)),
             regions=captures.regions.with_capture(examined.cut, request, added, observed),
             reads=_reads(captures, program, request, noted),
             questions=replace(captures.questions, numbers=request.asks_numbers),
@@ -224,7 +223,6 @@ class Capturing:
     def _checked(self, captures: Captures, this: Pattern, captured: Captured, request: Request) -> str:
         """Runs the stages against the model and returns the outcome in words; TraceError if they differ."""
         sample, guard, options = self.sample, captured.guard, captures.source.options
-        assert guard is not None
 
         def holds(batch: Mapping[str, Any]) -> bool:
             return set(guard.answers) <= set(captures.questions.answers(batch) if guard.answers else ())
@@ -232,7 +230,7 @@ class Capturing:
         if isinstance(sample, str) or not options.tracing.check:  # the sample then only shows what regions do
             return f"{NOT_CHECKED}: {sample if isinstance(sample, str) else 'fxpipe.Tracing(check=False)'}"
         # The micro-batches for which this capture is valid: all of this shape, or all with the same inputs.
-        each = [pattern if captured.sizes else pattern.for_any_shape() for pattern in self.pattern.each()]
+        each = [pattern if guard.sizes else pattern.for_any_shape() for pattern in self.pattern.each()]
         numbers = [number for number, pattern in enumerate(each) if pattern in (this, this.for_any_shape())]
         try:
             with progress("checking the stages against the model"):
@@ -259,7 +257,8 @@ def _reads(captures: Captures, program: Program, request: Request, noted: set[tu
     }
     targets = {str(node.target) for node in program.nodes if node.op == "call_module"}
     called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-    return captures.reads.with_capture(noted - own, request.roots, called, program.sets, program.computed_with)
+    facts = program.sets, program.computed_with, program.memos
+    return captures.reads.with_capture(noted - own, request.roots, called, *facts)
 
 
 def _with_objects(captures: Captures, name: str, value: Any) -> Any:

@@ -14,25 +14,24 @@ from fxpipe.batch.batch import joined_description
 from fxpipe.batch.description import Description, for_any_words
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import unused, with_unused
-from fxpipe.capture.captures import Captures, Source
+from fxpipe.capture.captures import Captures, First, Source
 from fxpipe.capture.guard import Captured, Guard, Sizes
 from fxpipe.graph.program import Program, gather_of, is_boundary
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
-from fxpipe.search.choose import Balanced
 from fxpipe.trace import Request
 from fxpipe.trace.checks.row_check import check_reduction, rows_meet, warn_of_rows
 
 
 class Examined(NamedTuple):
-    """A tracer's program, the same program cut into stages, and the stages, which were checked against the model.
-    ``searched`` and ``unused``: as in ``First``."""
+    """A tracer's program, cut into stages that were checked against the model."""
 
     program: Program
+    """The program before the passes."""
     cut: Program
     captured: Captured
-    searched: Balanced | None
-    unused: frozenset[str]
+    first: First
+    """The facts of the first capture."""
     checked: str = ""
     """The outcome of the check against the model, in words."""
 
@@ -47,18 +46,16 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         pattern: the pattern of the batch.
         this: the pattern of the micro-batch.
     """
-    source, first, traced = captures.source, captures.program, program
-    balancing, options, shape = source.balancing, source.options, this.shape
-    searched, unused_names = captures.searched, frozenset[str]()
+    source, first, traced = captures.source, captures.first, program
+    balancing, options, shape, searched = source.balancing, source.options, this.shape, captures.searched
     # Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
     if request.whole or program.answers:
         program = default_passes.drop_unused(program)
-    if captures.first is not None:
-        unused_names = captures.first.unused
-    elif request.whole:
-        unused_names = unused(program)
-    program = with_unused(program, unused_names) if request.whole else program
-    program = program.replace(first=first)
+    names_unused = frozenset[str]() if first is None else first.unused
+    if request.whole:
+        names_unused = unused(program) if first is None else names_unused
+        program = with_unused(program, names_unused)
+    program = program.replace(first=captures.program)
     # A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
         program = chain(default_passes.before_balance(), program)
@@ -88,7 +85,8 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         program if program.gathered else None,
         program.fixed_sizes,
     )
-    return Examined(traced, program, captured, searched, unused_names)
+    first = first or First(program, searched, names_unused)
+    return Examined(traced, program, captured, first)
 
 
 def _guard(program: Program, request: Request, this: Pattern) -> Guard:

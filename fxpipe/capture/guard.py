@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.batch.description import Description, InputDescription
+from fxpipe.batch.description import Description
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.questions import Questions
 from fxpipe.graph.gathering import Places
@@ -60,19 +60,6 @@ class Sizes:
         # A guard of torch.export reads the sizes and strides of tensors; tensors on the meta device take no memory.
         likes = (like for _, _, like in tensors_of(shape))
         return self.holds_for([torch.empty_strided(like.shape, like.stride, device="meta") for like in likes])
-
-    def why_not(self, shape: Description) -> str:
-        """The sizes that differ in a micro-batch of the same outline, in words; "" if no size differs."""
-        pairs = zip(tensors_of(shape), tensors_of(self.shape), strict=True)
-        differ = {
-            (name, index, dim): f"the size of {named([(name, index, dim)])} is {size}, and was {old}"
-            for (name, index, like), (_, _, then) in pairs
-            for dim, (size, old) in enumerate(zip(like.shape, then.shape, strict=True))
-            if size != old
-        }
-        free = self.free if self.holds_for is not None else ()
-        fixed = [words for place, words in differ.items() if place not in free]
-        return "; ".join(dict.fromkeys(fixed or differ.values()))
 
     def __str__(self) -> str:
         return "these sizes" if self.holds_for is None else f"these sizes, and others of {named(self.free)}"
@@ -114,45 +101,50 @@ class Guard:
         if self.holds(batch):
             return []
         mine, its, answered = self.values, batch, dict(batch.answered)
-        # 1. Values. 2. Reads.
-        flags, modes = mine.flags.difference(its.flags, model), mine.ambient.difference(its.ambient)
-        reasons = [f"{flags} has changed"] if flags else []
-        if (mine.flags.state, mine.flags.states) != (its.flags.state, its.flags.states):
-            reasons.append(f"{reads.difference(mine.flags.state) or 'an attribute that forward reads'} has changed")
-        reasons += [f"it is called under different {modes}"] if modes else []
-        reasons += ["its loss is computed" if its.with_loss else "it has no loss"] * (mine.with_loss != its.with_loss)
-        then, now = _inputs(mine, self.sizes and self.sizes.shape), _inputs(its, self.sizes and its.shape)
+        # 1. Values.
+        then, now = _described(mine, self.sizes and self.sizes.shape), _described(its, self.sizes and its.shape)
         pairs = ((name, now.get(name, "not given"), then.get(name, "not given")) for name in {**then, **now})
-        reasons += [f"input {name!r} is {new}, and was {old}" for name, new, old in pairs if new != old]
+        reasons = [f"input {name!r} is {new}, and was {old}" for name, new, old in pairs if new != old]
+        reasons += ["its loss is computed" if its.with_loss else "it has no loss"] * (mine.with_loss != its.with_loss)
+        if modes := mine.ambient.difference(its.ambient):
+            reasons.append(f"it is called under different {modes}")
+        if flags := mine.flags.difference(its.flags, model):
+            reasons.append(f"{flags} has changed")
+        # 2. Reads.
+        if self.reads != Guard(its).reads:
+            reasons.append(f"{reads.difference(mine.flags.state) or 'an attribute that forward reads'} has changed")
         # 3. Answers.
         asked = ((questions.line(key), answered.get(key, old), old) for key, old in self.answers)
         reasons += [f"the outcome of {line!r} is {new}, and was {old}" for line, new, old in asked if new != old]
-        # 4. Sizes.
-        if self.sizes and its.shape is not None and self.sizes.outline == outline(its.shape):
-            reasons += filter(None, [self.sizes.why_not(its.shape)])
         return reasons or ["its inputs have other strides, containers or devices"]
 
+    def described(self, questions: Questions) -> str:
+        """The micro-batches of the kind for which the capture is valid, in words."""
+        asked = (f", where the outcome of {questions.line(key)!r} is {answer}" for key, answer in self.answers)
+        return "".join([f"{self.sizes or 'any sizes'}", *asked])
 
-def described_input(entry: InputDescription, with_sizes: bool = True) -> str:
-    """An input in words: "float32 [4, 8]", or without sizes "float32 of 2 dimensions"."""
-    if entry.kind != "input":
-        return repr(entry.detail)
+    @property
+    def inputs(self) -> str:
+        """The inputs of the captured micro-batch, in words."""
+        inputs = _described(self.values, self.sizes and self.sizes.shape)
+        return ", ".join(f"{name} {words}" for name, words in inputs.items())
+
+
+def _described(batch: Pattern, shape: Description | None) -> dict[str, str]:
+    """The inputs of a micro-batch, in words: "float32 [4, 8]". ``shape``: their description; None: it is not known."""
 
     def words(leaf: Any) -> str:
-        if not isinstance(leaf, TensorSpec):
-            return leaf[1] if isinstance(leaf, tuple) else f"{leaf}"
-        sizes = f"{list(leaf.shape)}" if with_sizes else f"of {len(leaf.shape)} dimensions"
-        return f"{leaf.dtype} {sizes}".removeprefix("torch.")
+        if isinstance(leaf, TensorSpec):
+            return f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")
+        return leaf[1] if isinstance(leaf, tuple) else f"{leaf}"
 
-    return listed([words(leaf) for leaf in entry.detail[1]])
-
-
-def _inputs(batch: Pattern, shape: Description | None) -> dict[str, str]:
-    """The inputs of a micro-batch, in words without sizes. ``shape``: their description, if it is known."""
-    if shape is not None:
-        return {name: described_input(entry, with_sizes=False) for name, entry in shape}
-    given = batch.given[0]
-    return {**dict.fromkeys(given.inputs, "given"), **{name: repr(value) for name, value in given.fixed}}
+    if shape is None:
+        given = batch.given[0]
+        return {**dict.fromkeys(given.inputs, "given"), **{name: repr(value) for name, value in given.fixed}}
+    return {
+        name: listed(list(map(words, entry.detail[1]))) if entry.kind == "input" else repr(entry.detail)
+        for name, entry in shape
+    }
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,8 +152,7 @@ class Captured:
     """A capture: the stages of a micro-batch, and the guard for which they are valid."""
 
     graph: StageGraph
-    guard: Guard | None
-    """None for the user's own stages, which are valid for any batch."""
+    guard: Guard
     text: str
     """The captured program, for the comparison between ranks."""
     tracer: str = ""
@@ -177,14 +168,9 @@ class Captured:
     """The guards of the captures for groups of micro-batches that gave their stages."""
 
     @property
-    def sizes(self) -> Sizes | None:
-        """The sizes for which the stages are valid; None: any sizes."""
-        return None if self.guard is None else self.guard.sizes
-
-    @property
     def guards(self) -> tuple[Guard, ...]:
         """The guards of all captures from which the stages are."""
-        return tuple(filter(None, (self.guard, *self.groups)))
+        return (self.guard, *self.groups)
 
     def with_tensors_of_module(self) -> Captured:
         """The same capture, whose stages hold the module's present tensors."""
@@ -219,11 +205,11 @@ class Family:
 
     def with_captured(self, captured: Captured) -> Family:
         """The family with one more capture."""
-        more, shape = (*self.captured, captured), captured.sizes and captured.sizes.shape
+        more, shape = (*self.captured, captured), captured.guard.sizes and captured.guard.sizes.shape
         return Family(more, shape, self.varying | varying(shape, self.latest) if shape else frozenset())
 
     def holding(self, batch: Pattern) -> Captured | None:
         """The capture that is valid for a micro-batch: the latest for many sizes, or else for its sizes."""
-        general = (each for each in reversed(self.captured) if each.sizes and each.sizes.holds_for)
-        valid = (each for each in chain(general, self.captured) if each.guard and each.guard.holds(batch))
+        general = (each for each in reversed(self.captured) if each.guard.sizes and each.guard.sizes.holds_for)
+        valid = (each for each in chain(general, self.captured) if each.guard.holds(batch))
         return next(valid, None)

@@ -159,7 +159,7 @@ def for_groups(captures: Captures, captured: list[Captured], capturing: Capturin
             f"stage {gathers[0].name!r} runs for several micro-batches at once, and some of these have inputs or plain "
             "values that others have not; order rows so that all have the same, or make a call for each kind"
         )
-    if first.sizes is None:
+    if first.guard.sizes is None:
         return captures, captured
     # Each kind of group is captured for its own rows; its gathered stages replace those of the micro-batches.
     places: dict[tuple[str, int], tuple[int, ...]] = {}

@@ -22,6 +22,8 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 """The shape of each leaf of a value; None for a leaf that is no tensor."""
 SizeGuard = Callable[[Sequence[Any]], bool]
 """A function of the inputs' tensors, in order, each a value with ``size()``, ``stride()`` and ``storage_offset()``."""
+Memo = tuple[dict[str, Any], str, Any]
+"""(the dict of the attributes of a module or an object, a name, a value)"""
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` of ``x += y`` and similar: each function writes its first argument, and returns it."""
 
@@ -74,6 +76,8 @@ class Program:
     """The questions of forward about its inputs, and the answers for which the program is valid."""
     sets: Mapping[tuple[int, str], str] = field(default_factory=dict)
     """The attributes that forward sets before it reads them: (the id of a ``__dict__``, a name) → the user's line."""
+    memos: tuple[Memo, ...] = ()
+    """The attributes that were None, and that the first forward sets to a plain value, once and for all."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
     """Tensors of the model, neither parameters nor buffers, with whose values the capture has computed: their names,
     the tensors, and how often they had been written in place."""

@@ -77,8 +77,8 @@ class Plan:
 
         Opaque regions, the user's own stages, and modules that symbolic captures call are Python code that may vary.
         """
-        captured = bool(self.captures) and all(guard.sizes is not None for guard in self.captures)
-        return captured and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
+        of_sizes = all(guard.sizes is not None for guard in self.captures)
+        return of_sizes and not any(has_opaque_calls(graph[graph.output_stage].module) for graph in self.graphs)
 
     @cached_property
     def halved(self) -> tuple[frozenset[int], ...]:

@@ -86,17 +86,17 @@ class PlanState(Planned):
     @cached_property
     def signature(self) -> inspect.Signature:
         """The signature of ``forward_backward``."""
-        if (graph := self.captures.source.own_stages) is not None:
+        if (own := self.captures.source.own) is not None:
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            return inspect.Signature([inspect.Parameter(name, kind) for name in graph.inputs])
+            return inspect.Signature([inspect.Parameter(name, kind) for name in own.graph.inputs])
         return Request.signature(self.module, self.options.loss_fn)
 
     @cached_property
     def items(self) -> Items:
         """How the model's labels are counted."""
         functions = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        given = f"{functions[0]}= is given" if functions else ""
-        return Items.of(self.captures.source.own_stages or self.module, given)
+        given, own = f"{functions[0]}= is given" if functions else "", self.captures.source.own
+        return Items.of(self.module if own is None else own.graph, given)
 
     @property
     def flags(self) -> Flags:
@@ -149,7 +149,7 @@ class PlanState(Planned):
 
     def asking(self, error: Unanswered) -> PlanState:
         """The state after all ranks received the same question about their inputs."""
-        return replace(self, captures=self.captures.asking(error))
+        return self.with_captures(questions=self.captures.questions.asking(error))
 
     def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[PlanState, Plan]:
         """Returns the state with a plan for a pattern of inputs, and the plan. TraceError, PartitionError or
@@ -172,14 +172,14 @@ class PlanState(Planned):
 
     def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[PlanState, Plan]:
         pattern = capturing.pattern
-        for shape in pattern.shapes if self.captures.source.own_stages is None else ():
+        for shape in pattern.shapes if self.captures.source.own is None else ():
             check_objects(shape)
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
             return self, same
         captures, captured = captured_for(self.captures, capturing)
         state = replace(self, captures=captures, shown=self.shown or pattern)
-        key = pattern if captured[0].sizes else pattern.for_any_shape()
+        key = pattern if captured[0].guard.sizes else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)

@@ -190,6 +190,11 @@ class Taken:
         return [] if self._reading.items is None else self._reading.items(self._value)
 
     @property
+    def attributes(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The dict of the value's attributes, which has the present values; and the values before."""
+        return self._reading.table(self._value), self._own
+
+    @property
     def has_changed(self) -> bool:
         """Whether the parts have changed. A new attribute without tensors, as ``functools.cached_property`` sets it,
         does not count."""

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.device import is_accelerator
+from fxpipe.graph.program import Memo
 from fxpipe.seeds import Generators, RandomState, is_generator, set_state, state_of
 from fxpipe.snapshots.contents import Taken, alike, walk
 from fxpipe.torch_compat.tensors import storage_id, version_of
 
+PLAIN_VALUE = bool, int, float, str
+"""The types of a memo."""
 MISSING: Any = object()
 """Stands for an attribute that does not exist."""
 
@@ -78,6 +81,13 @@ class Snapshot:
         yield from (name for name, taken in self._taken.values() if taken.has_changed)
         for state in self._tensors.values():
             yield from state.changes()
+
+    def memos(self) -> list[Memo]:
+        """The attributes of modules and of objects that were None and are plain values now."""
+        tables = [(now, before) for _, now, before in self._attributes]
+        tables += [taken.attributes for _, taken in self._taken.values()]
+        were_none = ((now, name) for now, before in tables for name, value in before.items() if value is None)
+        return [(now, name, now[name]) for now, name in were_none if isinstance(now.get(name), PLAIN_VALUE)]
 
     def written(self) -> Iterator[str]:
         """The names of the attributes, parameters and buffers with a tensor that was written, by the tensor's version
@@ -198,6 +208,24 @@ class Numbers(NamedTuple):
         # On a GPU a copy is faster than the wait for a comparison. An expanded tensor (stride 0) takes no copy.
         elif (is_accelerator(tensor.device) and 0 not in tensor.stride()) or not torch.equal(tensor, self.copy):
             tensor.data.copy_(self.copy)
+
+
+@contextlib.contextmanager
+def remembered(memos: Iterable[Memo]) -> Iterator[None]:
+    """While this context is open, the memos are set, as the first forward sets them."""
+    memos = tuple(memos)
+    for table, name, value in memos:
+        table[name] = value
+    try:
+        yield
+    finally:
+        forget(memos)
+
+
+def forget(memos: Iterable[Memo]) -> None:
+    """Sets the memos to None, as they were before the first forward."""
+    for table, name, _ in memos:
+        table[name] = None
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpipe.patches import Patch, all_patched, patched
 from fxpipe.seeds import RandomState
-from fxpipe.snapshots.snapshot import MISSING, Snapshot
+from fxpipe.snapshots.snapshot import MISSING, PLAIN_VALUE, Snapshot
 from fxpipe.stage.activation_checkpoints import checkpoints_as
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.export.graph_so_far import is_constant
@@ -75,6 +75,11 @@ class CallAttributes:
             return False
         self._before[key] = table, before
         return True
+
+    def is_memo(self, module: nn.Module, name: str, value: Any) -> bool:
+        """Whether forward replaces the None that it has read in an attribute by a plain value."""
+        was_read = (id(vars(module)), name) in self.read
+        return was_read and vars(module).get(name, MISSING) is None and isinstance(value, PLAIN_VALUE)
 
     def put_back(self) -> None:
         while self._before:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.program import Memo
 from fxpipe.patches import patched
 from fxpipe.snapshots.contents import alike, contents
 from fxpipe.stage.elsewhere import Gone
@@ -81,6 +82,8 @@ class Reads:
     sets: Mapping[Key, str] = field(default_factory=dict)
     """The attributes that forward sets before it reads them, in the captures of all states: see ``Program.sets``."""
     computed_with: tuple[tuple[str, Tensor, int], ...] = ()
+    memos: tuple[Memo, ...] = ()
+    """The memos of captures, as in Program, that the model does not have yet."""
     number: int = 0
     """The number of the state in which the last check found the model."""
     glance: _Glance | None = None
@@ -92,10 +95,11 @@ class Reads:
         live: Iterable[nn.Module],
         sets: Mapping[Key, str] = MappingProxyType({}),
         computed_with: Iterable[tuple[str, Tensor, int]] = (),
+        memos: Iterable[Memo] = (),
     ) -> Reads:
         """These reads and those of a capture of ``roots`` in the present state. ``live``: the submodules that stages
-        call; ``sets``, ``computed_with``: as in Program. TraceError for an attribute that forward sets in some captures
-        and reads in others.
+        call; ``sets``, ``computed_with``, ``memos``: as in Program. TraceError for an attribute that forward sets in
+        some captures and reads in others.
         """
         # a model wrapped with its loss function shares the model's __dict__: the entry must be the model
         modules = dict(self.modules)
@@ -115,6 +119,7 @@ class Reads:
             modules=modules,
             sets={**self.sets, **{key: line for key, line in sets.items() if key[0] not in parts}},
             computed_with=(*self.computed_with, *computed_with),
+            memos=(*self.memos, *memos),
             glance=None,
         )
         carried = next((key for key in (*self.states[self.number], *wanted) if key in more.sets), None)
@@ -127,6 +132,12 @@ class Reads:
         saved = [(owner, name) for owner, p in known for name in p._buffers.keys() - p._non_persistent_buffers_set]
         buffers = {key: more._buffer(key) for key in (*wanted, *saved)}
         return replace(more, states=states, buffers={**self.buffers, **buffers})
+
+    def with_memos_set(self) -> Reads:
+        """Sets the memos in the model, as its first forward would; the reads with the model's present values."""
+        for table, name, value in self.memos:
+            table[name] = value
+        return replace(self.after_compile(), memos=())
 
     def after_compile(self) -> Reads:
         """The reads with the model's present values, so that changes by compile itself do not count."""

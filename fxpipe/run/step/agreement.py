@@ -145,7 +145,9 @@ class Agreement:
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
     def _take(self, planning: PlanState) -> None:
-        """Replaces the plan state, and has watched regions compare its reads."""
+        """Replaces the plan state, sets its captures' memos, and has watched regions compare its reads."""
+        if planning.captures.reads.memos:
+            planning = planning.with_captures(reads=planning.captures.reads.with_memos_set())
         self.planning, planning.captures.source.latest.reads = planning, planning.captures.reads
 
     # this rank's inputs
@@ -399,10 +401,9 @@ class Agreement:
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
         parts = [reported.batch.describe_parts(given) for given in distinct]
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
-        captures = plan.captures or (None,) * len(reported.batch.sizes)
         keys = [
             (plan.graph.edges, fixed, reported.batch.is_whole, who, *each)
-            for each in zip(captures, plan.halved, *parts, strict=True)
+            for each in zip(plan.captures, plan.halved, *parts, strict=True)
         ]
         return tuple(self._layouts.setdefault(key, next(self._new_layouts)) for key in keys)
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
+from fxpipe.graph.program import Memo
 from fxpipe.patches import Patch
 from fxpipe.seeds import RandomState
-from fxpipe.snapshots.snapshot import storage_of
+from fxpipe.snapshots.snapshot import forget, storage_of
 from fxpipe.torch_compat.autograd import function_apply
 from fxpipe.torch_compat.export import PythonKeyTracer, import_dynamo
 from fxpipe.torch_compat.modules import RECURRENT_CACHES
@@ -39,7 +40,7 @@ class TracingGuard(CaptureGuard):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._buffers, self._caches = AssignedBuffers(), CallAttributes()
+        self._buffers, self._caches, self.memos = AssignedBuffers(), CallAttributes(), list[Memo]()
         self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
 
     @contextlib.contextmanager
@@ -56,6 +57,8 @@ class TracingGuard(CaptureGuard):
         try:
             with self.forward(self._patches()):
                 yield
+                self.memos = [memo for snapshot in self.snapshots.values() for memo in snapshot.memos()]
+                forget(self.memos)
             self._buffers.write()
         finally:
             self._buffers.put_back()
@@ -90,6 +93,8 @@ class TracingGuard(CaptureGuard):
         # an assigned buffer becomes an in-place write to the old buffer
         if self._buffers.assign(module, name, value, f"{path or 'self'}.{name}"):
             return True
+        if self.own.is_memo(module, name, value):
+            return False
         return super().take_attribute(module, name, value, path)
 
     def _guarded_register_buffer(self) -> Callable[..., None]:

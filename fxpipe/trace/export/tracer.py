@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.program import Program
+from fxpipe.snapshots.snapshot import remembered
 from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
@@ -77,8 +78,21 @@ def _as_large(request: Request, counts: Collection[int]) -> frozenset[Place]:
     return frozenset(dim for dim in request.varying if leaves[dim[0]][dim[1]].shape[dim[2]] in counts)
 
 
-@as_in_run
 def _export(request: Request) -> Program:
+    """Exports, and exports again if forward sets memos, with these set: TraceError if the second call sets others, or
+    computes something else."""
+    program = _export_call(request)
+    if program.memos:
+        with remembered(program.memos):
+            again = _export_call(request)
+        if again.memos or f"{again}" != f"{program}":
+            names = ", ".join(name for _, name, _ in (*program.memos, *again.memos))
+            raise TraceError(f"forward sets {names} in its first call, and does something else in its second call")
+    return program
+
+
+@as_in_run
+def _export_call(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
     guard = TracingGuard(request)
@@ -88,7 +102,9 @@ def _export(request: Request) -> Program:
             call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
-        program = call.program(exported).replace(sets=guard.own.taken, fixed_sizes=call.fixed_sizes(exported, lines))
+        program = call.program(exported).replace(
+            sets=guard.own.taken, memos=tuple(guard.memos), fixed_sizes=call.fixed_sizes(exported, lines)
+        )
     answers = tuple(call.decisions.used.items())
     if call.question is not None:
         request.ask(request, program, call.question, answers)
