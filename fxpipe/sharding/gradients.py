@@ -126,8 +126,8 @@ class Gradients(ABC):
         """Begins a call that runs this row of the graphs' stages. ``sync``: whether the call sums gradients; the same
         on all ranks. ``scales``: whether the call multiplies its gradients by a factor, once the factor is known."""
 
-    def watch(self, stopwatch: Stopwatch) -> None:  # noqa: B027
-        """Has ``stopwatch`` time the sums of this call, where they run apart from computing."""
+    def watch(self, stopwatch: Stopwatch | None) -> None:  # noqa: B027
+        """Has ``stopwatch``, if any, time the sums of this call, where they run apart from computing."""
 
     @abstractmethod
     def awaited(self, stage: int) -> Waits:
@@ -140,6 +140,10 @@ class Gradients(ABC):
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The tensors that a stage uses for its parameters in a call, and that get the gradients."""
         return parameters
+
+    def gathered(self) -> Iterable[Tensor]:
+        """The tensors that a call uses for parameters, and that have no memory after the call."""
+        return ()
 
     @abstractmethod
     def before(self, action: Action) -> None:

@@ -143,7 +143,7 @@ class Reducer(Gradients):
             bucket.begin(scales, self._unsummed)
         self._set_earlier_aside(scales)
 
-    def watch(self, stopwatch: Stopwatch) -> None:
+    def watch(self, stopwatch: Stopwatch | None) -> None:
         for bucket in self._live:
             bucket.stopwatch = stopwatch
 
