@@ -73,6 +73,11 @@ class _FsdpModules:
         self._managed = [managed for group in groups for managed in group.fsdp_params]
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
 
+    @property
+    def gathered(self) -> list[nn.Parameter]:
+        """The whole parameters, after the first gather."""
+        return [managed.unsharded_param for managed in self._managed if hasattr(managed, "unsharded_param")]
+
     def _post_backward(self) -> list[nn.Parameter]:
         """Starts the reduction of the gradients that the backwards have made.
 
@@ -421,6 +426,9 @@ class FullyShardedGradients(Gradients):
 
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return [self._call.now.get(self._names.get(id(parameter), ""), parameter) for parameter in parameters]
+
+    def gathered(self) -> Iterable[Tensor]:
+        return self._call.now.values()
 
     def before(self, action: Action) -> None:
         # This action reduces the units that no later action needs, in the same order on all replicas.

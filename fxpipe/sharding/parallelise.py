@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -576,6 +576,9 @@ class ParallelGradients(Reducer):
         if stage in self._sharded:  # FSDP2 gathers all parameters before the stage runs
             self._sharded[stage].gather()
         return {}
+
+    def gathered(self) -> Iterable[Tensor]:
+        return [parameter for sharded in self._sharded.values() for parameter in sharded.gathered]
 
     def after(self, action: Action) -> None:
         """Starts the reduction of a stage's FSDP2 parameters after the stage's last backward."""
