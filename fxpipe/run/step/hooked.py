@@ -67,9 +67,9 @@ class HookedParameters(StepObserver):
             )
 
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
-        place = action.stage, action.microbatch
+        key = action.stage, action.microbatch
         if action.kind.part_of is FORWARD:
-            self._behind[place] = self._writes[action.stage]
+            self._behind[key] = self._writes[action.stage]
             return
         written = [parameter for parameter, version in self._versions if version_of(parameter) != version]
         if written and self._is_copied(action.stage):
@@ -80,4 +80,4 @@ class HookedParameters(StepObserver):
             )
         if written:
             self._writes[action.stage] += 1
-            self._behind.pop(place, None)  # its own W may follow its own write
+            self._behind.pop(key, None)  # its own W may follow its own write
