@@ -58,6 +58,7 @@ PRIVATE = {
     "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
     "_global_forward_pre_hooks",
     "torch.nn.modules._functions": "BackwardHookFunction",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.utils.checkpoint": "_checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "GetAttrKey MappingKey SUPPORTED_NODES SequenceKey TreeSpec keystr register_pytree_node "
@@ -118,6 +119,7 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot  # export's
 from torch.nn.modules import module as module_calls
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
+from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree  # trees of containers; documented, but private
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -304,6 +306,20 @@ def holders_of(tensor: Tensor) -> tuple[object, object]:
     """Counts C++'s references to a tensor, and those to its memory. Counts of a torch without them equal no others."""
     count = getattr(tensor, "_use_count", object)
     return count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def without_step_hooks() -> Iterator[None]:
+    """Within, no step of an optimizer runs the hooks that torch keeps for the steps of all optimizers."""
+    tables = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, hooks, strict=True):
+            table.update(own)
 
 
 def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

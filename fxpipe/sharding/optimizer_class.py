@@ -15,7 +15,7 @@ from fxpipe.checkpoint.files.pieces import in_parts
 from fxpipe.errors import RunError, nearest
 from fxpipe.parameters.dtensors import is_dtensor
 from fxpipe.sharding.parameter_groups import options_of
-from fxpipe.torch_compat import NUMBER_READ, TorchDispatchMode, pytree, tensors_in
+from fxpipe.torch_compat import NUMBER_READ, TorchDispatchMode, pytree, tensors_in, without_step_hooks
 from fxpipe.validation import shown
 
 OptimizerMaker = Callable[..., torch.optim.Optimizer]
@@ -109,7 +109,8 @@ def _begun(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) ->
         zeros = torch.zeros_like(scratch)
         scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
         device = scratch.device
-        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+        devices = () if device.type == "cpu" else (device,)
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type), without_step_hooks():
             optimizer.step()
     return optimizer
 
@@ -145,7 +146,7 @@ def _trial(make: OptimizerMaker, options: Mapping[str, Any], other: float | None
     """
     tensors, begun = torch.ones(2, 2, 2).unbind(), torch.ones(2, 2)
     try:
-        with torch.no_grad(), torch.random.fork_rng(()):
+        with torch.no_grad(), torch.random.fork_rng(()), without_step_hooks():
             optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
             torch.manual_seed(0)
             rising = torch.arange(1.0, 5.0)
