@@ -43,7 +43,7 @@ from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import FORWARD
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, Use
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat import (
@@ -256,12 +256,11 @@ class FsdpUnit(_FsdpModules):
         with fsdp_without_hooks(self.parameters):
             self._post_backward()
 
-    def finish(self) -> set[str]:
-        """Makes the shards' ``.grad`` usable. Returns the names of the parameters that this replica has used."""
-        used, self.used = self.used, None
-        if used is not None:
+    def finish(self) -> None:
+        """Makes the shards' ``.grad`` usable."""
+        if self.used is not None:
             fsdp_end_backward(self.shell)
-        return used or set()
+        self.used = None
 
 
 @dataclass(eq=False)
@@ -469,10 +468,15 @@ class FullyShardedGradients(Gradients):
     def end(self, factor: Tensor | None) -> None:
         """Sums this call's gradients over the data axis and the owners; None if no rank used a parameter."""
         self._stop()
-        used = {name for unit in self._units for name in unit.finish()}
-        used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
-        self._sum_used(self._ask_who_used(used).wait(), {"data": self._whole}, factor)
+        for unit in self._units:
+            unit.finish()
+        self._sum_used({"data": self._whole}, factor)
         self._leave_gradients()
+
+    def _whether_used(self) -> dict[str, Use]:
+        used = {name for unit in self._units for name in unit.used or ()}
+        used |= {name for name in self._whole if self._call.now[name].grad is not None}
+        return self._whether_own_used(used)
 
     def _stop(self) -> None:
         """Restores the modules' parameters from before the call; unsharded parameters get their copies' gradients."""
