@@ -311,7 +311,7 @@ def holders_of(tensor: Tensor) -> tuple[object, object]:
 @contextlib.contextmanager
 def without_step_hooks() -> Iterator[None]:
     """Within, no step of an optimizer runs the hooks that torch keeps for the steps of all optimizers."""
-    tables = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    tables: tuple[dict[int, Any], ...] = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
     hooks = [dict(table) for table in tables]
     for table in tables:
         table.clear()

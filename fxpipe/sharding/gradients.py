@@ -337,10 +337,9 @@ class WhoUsed:
         self._names = sorted(used, key=lambda name: used[name][0])
         # The flags lie on the host, which decides by them. On a GPU they would wait for all kernels before them.
         self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
-        on_host = numbers is not None and numbers.device.type == "cpu"
         steps: list[Collective] = []
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
-        if on_host:
+        if numbers is not None and numbers.device.type == "cpu":
             message = torch.cat([self._flags, numbers])  # a used parameter's flags add up to 1 or more
             transport.all_reduce("data", message)
             numbers.copy_(message[len(used) :])
@@ -354,7 +353,7 @@ class WhoUsed:
                 steps.append(Collective("maximum", owners, self._flags[start:stop]))
             start = stop
         self._work = transport.start(steps, "which parameters were used") if steps else None
-        if numbers is not None and not on_host:
+        if numbers is not None and numbers.device.type != "cpu":
             transport.all_reduce("data", numbers)
 
     def wait(self) -> set[str]:

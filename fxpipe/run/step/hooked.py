@@ -67,9 +67,10 @@ class HookedParameters(StepObserver):
             )
 
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
-        key = action.stage, action.microbatch
-        if action.kind.part_of is FORWARD:
+        key, direction = (action.stage, action.microbatch), action.kind.part_of
+        if direction is FORWARD:
             self._behind[key] = self._writes[action.stage]
+        if direction is not BACKWARD:
             return
         written = [parameter for parameter, version in self._versions if version_of(parameter) != version]
         if written and self._is_copied(action.stage):

@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.distributed.observer import REST, StepObserver
 from fxpipe.graph.gathering import added
 from fxpipe.graph.program import Crossing
-from fxpipe.graph.stage_graph import Stage
+from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.numerics.fingerprint import positions_of
 from fxpipe.numerics.recording import (
     GRADIENT,
@@ -32,28 +32,21 @@ from fxpipe.stage.loss import read_loss
 
 
 class RecordedValues(StepObserver):
-    """Records the steps from its construction to ``close``. ``model``: the whole model, of which ``module`` is this
-    rank's part. ``last``: the number of the last step before them, -1 if there is none."""
+    """Records steps. ``model``: the whole model, of which ``module`` is this rank's part."""
 
-    def __init__(
-        self, recorder: ValueRecorder, gradients: Gradients, model: nn.Module, module: nn.Module, last: int
-    ) -> None:
+    def __init__(self, recorder: ValueRecorder, gradients: Gradients, model: nn.Module, module: nn.Module) -> None:
         self._recorder, self._gradients = recorder, gradients
         self._parameters = list(module.named_parameters())
         first = first_names(dict(model.named_parameters(remove_duplicate=False)))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(first.values()))}
         self._numbers = {name: (own, numbers[own]) for name, own in first.items()}
         """Each name of a parameter → the first name of the same parameter, and its number in the model."""
-        recorder.step = last
-        self._record_parameters()
 
-    def begin(
-        self, step: int, batches: Sequence[Mapping[str, Any]], crossings: Mapping[str, Crossing], sync: bool
-    ) -> None:
-        """Begins a step. ``crossings``: of the step's graph. ``sync``: whether the step sums its gradients."""
-        self._record_parameters()
+    def begin(self, step: int, batches: Sequence[Mapping[str, Any]], graph: StageGraph, sync: bool) -> None:
+        """Begins a step. ``sync``: whether the step sums its gradients."""
+        self.record_parameters()
         self._recorder.begin(step, batches)
-        self._crossings, self._sync = crossings, sync
+        self._crossings, self._sync = graph.crossings, sync
 
     def on_start(self, action: Action, stage: Stage, arrived: Sequence[Any]) -> None:
         if action.kind.messages is BACKWARD:
@@ -70,9 +63,6 @@ class RecordedValues(StepObserver):
             self._recorder.add_parts(PARAMETER_GRADIENT, self._gradient_parts())
             self._recorder.write()
 
-    def close(self) -> None:
-        self._record_parameters()
-
     def _record(self, kind: str, action: Action, stage: Stage, values: Sequence[Any]) -> None:
         """Records the values of the stage's outgoing edges, or their gradients: a value with several edges once, with
         the sum of the gradients that arrive for it."""
@@ -88,7 +78,7 @@ class RecordedValues(StepObserver):
             order = action.stage * MOST_OUTPUTS + number
             self._recorder.add(kind, label, action.microbatch, order, value, boundary, crossing.what)
 
-    def _record_parameters(self) -> None:
+    def record_parameters(self) -> None:
         """Records the parameters, which optimizers have stepped since the last recorded call."""
         if self._recorder.has_parameters:
             return

@@ -222,7 +222,7 @@ class Steps:
             self._gradients.watch(stopwatch)
             bound = self._bound(record, agreed, shares)
             if self.values is not None:
-                self.values.begin(self.number, batches, plan.graph.crossings, self.sync)
+                self.values.begin(self.number, batches, plan.graph, self.sync)
                 observers.append(self.values)
             sizes = [EdgeSizes()] if is_new and not record.is_sized else []
             observers += [*self.watch.begin(shares), *sizes]
@@ -266,9 +266,11 @@ class Steps:
     def recording_values(self, recorder: ValueRecorder) -> Iterator[None]:
         """Records the numbers of the steps inside."""
         try:
-            self.values = RecordedValues(recorder, self._gradients, self.module, self.state.module, self.number - 1)
+            recorder.step = self.number - 1
+            self.values = RecordedValues(recorder, self._gradients, self.module, self.state.module)
+            self.values.record_parameters()
             yield
-            self.values.close()
+            self.values.record_parameters()
         finally:
             self.values = None
             recorder.close()
