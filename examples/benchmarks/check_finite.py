@@ -89,9 +89,7 @@ def spent_in_check(forward_backward: fxpipe.ForwardBackward, batch: Tensor) -> f
 
         return body
 
-    patches = [
-        mock.patch.object(Extremes, name, timed(getattr(Extremes, name))) for name in ("add_outputs", "add_loss")
-    ]
+    patches = [mock.patch.object(Extremes, name, timed(getattr(Extremes, name))) for name in ("on_end", "add_losses")]
     with patches[0], patches[1]:
         seconds(forward_backward, batch, check=True)
     return spent

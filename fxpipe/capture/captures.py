@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Flags, Pattern
-from fxpipe.capture.guard import Captured, Guard, KindKey
+from fxpipe.capture.guard import Captured, Family, Guard, KindKey, kind_of
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.region_facts import RegionFacts
 from fxpipe.distributed.topology import Topology
@@ -22,8 +22,6 @@ from fxpipe.graph.program import Program, Shapes
 from fxpipe.graph.ranks import Placement
 from fxpipe.graph.stage_graph import OwnGenerator, StageGraph
 from fxpipe.options import Options
-from fxpipe.schedules.families.limits import Family
-from fxpipe.schedules.kinds import kind_of
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.choose import Balanced, Balancing
 from fxpipe.search.simulated_layouts import Staged

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.device import is_accelerator
+from fxpipe.distributed.observer import StepObserver
+from fxpipe.graph.stage_graph import Stage
 from fxpipe.schedules.action import Action
 
 
@@ -79,62 +81,40 @@ class Elapsed(NamedTuple):
     end: float
 
 
-ACTIONS = "actions"
-"""The part of a step in which a rank's row runs."""
+class Stopwatch(StepObserver):
+    """Records three marks per action: when the wait for its inputs begins, when it starts, and when it ends.
 
-
-class Course:
-    """Marks the beginning of a step and the end of each of its parts."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
-        self._marks: list[tuple[str, Any]] = []
-        self.mark("")
-
-    def mark(self, what: str) -> None:
-        """Marks the end of the part ``what``."""
-        self._marks.append((what, self.clock.mark()))
-
-    def passed(self, ahead: float = 0.0) -> list[Elapsed]:
-        """Returns the parts in order; ``ahead`` as in ``Stopwatch.laps``."""
-        moments = self.clock.seconds([mark for _, mark in self._marks])
-        return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._marks, moments, strict=True)]
-
-
-class Stopwatch:
-    """Records three marks per action, if it has a clock: before the wait for inputs, before the compute, at the end.
-
-    Records two marks for collectives that overlap the actions; any thread may record the second.
+    Records the end of each part of the step; and two marks for collectives that overlap the actions, of which any
+    thread may record the second.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock, self.is_on = clock, clock is not None
-        self._now = clock.mark if clock else None
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._now = clock, clock.mark
         self._moments: list[Any] = []
         self._actions: list[Action] = []
+        self._parts: list[tuple[str, Any]] = []
         self._started: list[list[Any]] = []  # what, its start, its end
         self._waits = False
 
-    def mark(self) -> None:
-        if self._now is not None and not self._waits:
+    def on_wait(self, action: Action) -> None:
+        """Records the beginning of a wait, unless it has begun already."""
+        if not self._waits:
             self._moments.append(self._now())
+        self._waits = True
+
+    def on_start(self, action: Action, stage: Stage, arrived: Sequence[Any]) -> None:
+        self._moments.append(self._now())
         self._waits = False
 
-    def wait(self) -> None:
-        """Records the next mark early, because the rank waits already."""
-        if not self._waits:
-            self.mark()
-            self._waits = True
+    def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
+        self._moments.append(self._now())
+        self._actions.append(action)
 
-    def end(self, action: Action) -> None:
-        if self._now is not None:
-            self._moments.append(self._now())
-            self._actions.append(action)
+    def on_step(self, part: str) -> None:
+        self._parts.append((part, self._now()))
 
     def started(self, what: str) -> Callable[[], None]:
         """Marks the start of collectives; returns a function that marks their end, to be called after the last."""
-        if self._now is None:
-            return lambda: None
         now = self._now
         entry = [what, now()]
         self._started.append(entry)
@@ -142,13 +122,16 @@ class Stopwatch:
 
     def laps(self, ahead: float = 0.0) -> list[Lap]:
         """Returns the laps in order. ``ahead``: the seconds by which this clock is ahead of the reported clock."""
-        assert self._clock is not None
         moments = [moment - ahead for moment in self._clock.seconds(self._moments)]
         return [Lap(*lap) for lap in zip(self._actions, moments[::3], moments[1::3], moments[2::3], strict=True)]
 
+    def parts(self, ahead: float = 0.0) -> list[Elapsed]:
+        """Returns the parts of the step in order; ``ahead`` as in ``laps``."""
+        moments = self._clock.seconds([mark for _, mark in self._parts])
+        return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._parts, moments, strict=True)]
+
     def reductions(self, ahead: float = 0.0) -> list[Reduced]:
         """Returns the collectives that have ended, in the order of their starts; ``ahead`` as in ``laps``."""
-        assert self._clock is not None
         # Entries without an end are still under way.
         done = [entry for entry in self._started if len(entry) == 3]
         moments = iter(self._clock.seconds([mark for _, *marks in done for mark in marks]))

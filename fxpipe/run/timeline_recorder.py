@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median
 
 import torch
 
 from fxpipe.distributed.collective import PeerLost
-from fxpipe.distributed.stopwatch import ACTIONS, Course, Elapsed, Lap, Reduced, Stopwatch, clock_of
+from fxpipe.distributed.observer import ACTIONS
+from fxpipe.distributed.stopwatch import Elapsed, Lap, Reduced, Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plain_data import admitted
@@ -26,23 +27,14 @@ MEASURED = "costs measured"
 admitted(Costs)  # registered here, since fxpipe.schedules does not import torch
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A process's times of step number ``step``: a stopwatch for each pipe rank that the process played."""
-
-    step: int
-    schedule: Schedule
-    stopwatches: Sequence[Stopwatch]
-    course: Course
-
-
 class TimelineRecorder:
     """Times the steps that begin while ``on`` is True; ``on`` must be the same on every rank."""
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
         self._transport, self._device = transport, device
-        self._last: Recording | None = None
-        self._course: Course | None = None
+        self.stopwatch: Stopwatch | None = None
+        """The observer of the step that runs, if the step is timed."""
+        self._last: tuple[int, Schedule, Stopwatch] | None = None
         self.loaded: Costs | None = None
         """The costs that a checkpoint has brought, used until a step is timed; the same on every rank."""
         self.on = False
@@ -61,38 +53,24 @@ class TimelineRecorder:
         except RunError:  # all ranks raise the same
             return None
 
-    def stopwatch(self) -> Stopwatch:
-        """Returns a new stopwatch for a rank's actions of this step."""
-        return Stopwatch(None if self._course is None else self._course.clock)
-
     def begin(self) -> None:
         """Starts recording a step, if ``on``."""
-        self._course = Course(clock_of(self._device, of_a_step=True)) if self.on else None
+        self.stopwatch = Stopwatch(clock_of(self._device, of_a_step=True)) if self.on else None
+        if self.stopwatch is not None:
+            self.stopwatch.on_step("")
 
-    def passed(self, what: str) -> None:
-        """Marks the end of the part ``what`` of the step."""
-        if self._course is not None:
-            self._course.mark(what)
-
-    def keep(self, step: int, schedule: Schedule, stopwatches: Sequence[Stopwatch]) -> None:
-        """Ends recording a step, and keeps its times."""
-        course, self._course = self._course, None
-        if course is not None:
-            self._last = Recording(step, schedule, stopwatches, course)
+    def keep(self, step: int, schedule: Schedule) -> None:
+        """Keeps the times of a step, if it was timed."""
+        if self.stopwatch is not None:
+            self._last = step, schedule, self.stopwatch
 
     def timeline(self) -> Timeline:
         """Returns the start and end of each action of the last timed step. A collective call of a pipe group."""
-        last = self._recorded("pipe")
-        ahead = clock_offset(self._transport)
-        mine = (
-            [lap for stopwatch in last.stopwatches for lap in stopwatch.laps(ahead)],
-            [stopwatch.reductions(ahead) for stopwatch in last.stopwatches],
-            last.course.passed(ahead),
-        )
+        schedule, stopwatch = self._recorded("pipe")
+        ahead, in_turns = clock_offset(self._transport), self._transport.pipe_rank is None
+        mine = stopwatch.laps(ahead), stopwatch.reductions(ahead), stopwatch.parts(ahead)
         laps, reductions, courses = zip(*self._transport.gather("pipe", mine), strict=True)
-        in_turns = self._transport.pipe_rank is None
-        beside = itertools.chain(*reductions)
-        return timeline_of(last.schedule, itertools.chain(*laps), in_turns, beside, courses)
+        return timeline_of(schedule, itertools.chain(*laps), in_turns, reductions, courses)
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Returns each stage's costs in the last timed step, averaged over replicas. A collective call of all ranks.
@@ -110,16 +88,17 @@ class TimelineRecorder:
             raise RunError("no micro-batch of the recorded step had weight, so no backward ran; record another step")
         return mean_costs(measured, activation_bytes)
 
-    def _recorded(self, *scopes: str) -> Recording:
-        """Returns this rank's last recording; RunError on all ranks of ``scopes`` unless all recorded the same step."""
-        steps = {self._last.step if self._last is not None else -1}
+    def _recorded(self, *scopes: str) -> tuple[Schedule, Stopwatch]:
+        """Returns the schedule and the times of the last timed step. RunError on all ranks of ``scopes`` unless all of
+        them have timed the same step."""
+        steps = {self._last[0] if self._last is not None else -1}
         for scope in scopes:
             steps = set().union(*self._transport.gather(scope, steps))
         if self._last is None or -1 in steps:
             raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
         if len(steps) > 1:
             raise RunError(f"the ranks last recorded different steps, {sorted(steps)}; call record_timeline() on all")
-        return self._last
+        return self._last[1:]
 
 
 def timeline_of(
@@ -132,7 +111,7 @@ def timeline_of(
     """Returns the measured timeline of a step, in seconds from the start of its first action.
 
     ``laps``: of all ranks on one clock. ``in_turns``: whether a single process plays all ranks, so that a hop takes no
-    time. ``reductions``: a list for each pipe rank. ``courses``: the parts of the step for each process.
+    time. ``reductions``: a list for each process. ``courses``: the parts of the step for each process.
     """
     every = sorted(laps, key=lambda lap: lap.start)
     first = every[0].start if every else 0.0

@@ -53,6 +53,7 @@ from fxpipe.sharding.optimizer_state import (
 )
 from fxpipe.sharding.parameter_groups import first_names, options_of, resolve_groups, whole_groups
 from fxpipe.tensors.dtensors import is_dtensor, local, settle_foreach
+from fxpipe.torch_compat.modules import without_step_hooks
 from fxpipe.validation import shown
 
 
@@ -312,7 +313,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if broken:
                 self._skip(broken)
             else:
-                self._on_pieces(self._inner.step)
+                with without_step_hooks():  # which run around this step, with the user's own optimizer
+                    self._on_pieces(self._inner.step)
         return loss
 
     def __getattr__(self, name: str) -> Any:

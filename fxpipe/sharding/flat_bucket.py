@@ -86,7 +86,7 @@ class FlatBucket:
         self.summing: Sequence[InBucket] = self.members  # in a call: the members whose gradients it sums
         self.complete = False  # whether its sum has started, so that no gradient may come any more
         self.awaited: set[str] | None = None  # the parameters whose gradients the running backward still owes
-        self.stopwatch = Stopwatch()
+        self.stopwatch: Stopwatch | None = None
         self._works: list[Work] = []
         self.gathering: Work | None = None  # the all-gather of the values that other ranks have stepped
         self._flat: Tensor | None = None
@@ -217,8 +217,9 @@ class FlatBucket:
         if steps:
             what = str(self)
             with label(f"reduce {what}"):
-                last = steps[-1].followed_by(self.stopwatch.started(what))
-                self._works.append(self.transport.start([*steps[:-1], last], what))
+                if self.stopwatch is not None:
+                    steps = [*steps[:-1], steps[-1].followed_by(self.stopwatch.started(what))]
+                self._works.append(self.transport.start(steps, what))
 
     def _in_place(self, flat: Tensor) -> list[Collective]:
         """zero=0: the collectives that sum the buffer, in place."""

@@ -42,7 +42,7 @@ from fxpipe.precision import Precision
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import FORWARD
 from fxpipe.sharding.data_axis import GradientSums
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, Use
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.tensors.dtensors import local
@@ -63,6 +63,11 @@ class _FsdpModules:
         groups = [group for module in self._modules for group in fsdp_groups(module)]
         self._managed = [managed for group in groups for managed in group.fsdp_params]
         self.parameters: list[nn.Parameter] = [managed.sharded_param for managed in self._managed]
+
+    @property
+    def gathered(self) -> list[nn.Parameter]:
+        """The whole parameters, after the first gather."""
+        return [managed.unsharded_param for managed in self._managed if hasattr(managed, "unsharded_param")]
 
     def _post_backward(self) -> list[nn.Parameter]:
         """Starts the reduction of the gradients that the backwards have made.
@@ -242,12 +247,11 @@ class FsdpUnit(_FsdpModules):
         with fsdp_without_hooks(self.parameters):
             self._post_backward()
 
-    def finish(self) -> set[str]:
-        """Makes the shards' ``.grad`` usable. Returns the names of the parameters that this replica has used."""
-        used, self.used = self.used, None
-        if used is not None:
+    def finish(self) -> None:
+        """Makes the shards' ``.grad`` usable."""
+        if self.used is not None:
             fsdp_end_backward(self.shell)
-        return used or set()
+        self.used = None
 
 
 @dataclass(eq=False)
@@ -413,6 +417,9 @@ class FullyShardedGradients(Gradients):
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         return [self._call.now.get(self._names.get(id(parameter), ""), parameter) for parameter in parameters]
 
+    def gathered(self) -> Iterable[Tensor]:
+        return self._call.now.values()
+
     def before(self, action: Action) -> None:
         # This action reduces the units that no later action needs, in the same order on all replicas.
         self._call.ending = [unit for unit, last in reversed(self._call.last.items()) if last == action]
@@ -452,10 +459,15 @@ class FullyShardedGradients(Gradients):
     def end(self, factor: Tensor | None) -> None:
         """Sums this call's gradients over the data axis and the owners; None if no rank used a parameter."""
         self._stop()
-        used = {name for unit in self._units for name in unit.finish()}
-        used |= {name for name, parameter in self._whole.items() if parameter.grad is not None}
-        self._sum_used(self._ask_who_used(used).wait(), {"data": self._whole}, factor)
+        for unit in self._units:
+            unit.finish()
+        self._sum_used({"data": self._whole}, factor)
         self._leave_gradients()
+
+    def _whether_used(self) -> dict[str, Use]:
+        used = {name for unit in self._units for name in unit.used or ()}
+        used |= {name for name in self._whole if self._call.now[name].grad is not None}
+        return self._whether_own_used(used)
 
     def _stop(self) -> None:
         """Restores the modules' parameters from before the call; unsharded parameters get their copies' gradients."""

@@ -110,6 +110,7 @@ class Gradients(ABC):
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
         self._marks = len(transport.ranks("pipe")) > 1  # whether a norm of .grad is this rank's alone
         self._earlier: dict[str, Tensor] | None = None  # in a call: the gradients of earlier calls
+        self._asked: WhoUsed | None = None  # the question that a call has asked last
         self._hooks: dict[str, tuple[Node, Any]] = {}  # hooks, and the autograd nodes that they are on
 
     meets = False
@@ -128,8 +129,8 @@ class Gradients(ABC):
         """Begins a call that runs this row of the graphs' stages. ``sync``: whether the call sums gradients; the same
         on all ranks. ``scales``: whether the call multiplies its gradients by a factor, once the factor is known."""
 
-    def watch(self, stopwatch: Stopwatch) -> None:  # noqa: B027
-        """Has ``stopwatch`` time the sums of this call, where they run apart from computing."""
+    def watch(self, stopwatch: Stopwatch | None) -> None:  # noqa: B027
+        """Has ``stopwatch``, if any, time the sums of this call, where they run apart from computing."""
 
     @abstractmethod
     def awaited(self, stage: int) -> Waits:
@@ -142,6 +143,10 @@ class Gradients(ABC):
     def in_call(self, parameters: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
         """The tensors that a stage uses for its parameters in a call, and that get the gradients."""
         return parameters
+
+    def gathered(self) -> Iterable[Tensor]:
+        """The tensors that a call uses for parameters, and that have no memory after the call."""
+        return ()
 
     @abstractmethod
     def before(self, action: Action) -> None:
@@ -158,8 +163,7 @@ class Gradients(ABC):
 
     def ask(self, numbers: Tensor | None) -> None:
         """Asks, behind ``flush``, which parameters were used. Sums ``numbers``, if any, over the replicas, in place."""
-        if numbers is not None:
-            self._transport.all_reduce("data", numbers)
+        self._asked = WhoUsed(self._whether_used(), self._transport, numbers)
 
     def drop(self) -> None:
         """Puts the gradients of earlier calls back, after a call that failed in a single process, and drops the failed
@@ -209,6 +213,10 @@ class Gradients(ABC):
         gathers parameters. ``frozen``: also the pieces of frozen parameters that have no gradient."""
 
     # shared by all classes
+
+    @abstractmethod
+    def _whether_used(self) -> dict[str, Use]:
+        """The parameters whose gradients this call sums over other ranks, in one order on all of them."""
 
     @abstractmethod
     def _collect(self, name: str) -> bool:
@@ -288,11 +296,13 @@ class Gradients(ABC):
         in_flat_buffers(parts, lambda flat: self._transport.all_reduce(scope, flat))
 
     @torch.no_grad()
-    def _sum_used(self, used: Collection[str], over: Mapping[str, Iterable[str]], factor: Tensor | None) -> None:
+    def _sum_used(self, over: Mapping[str, Iterable[str]], factor: Tensor | None) -> None:
         """Sums this call's gradients in ``.grad`` over owners, and those of ``over``, scope → names, over batch axes.
 
-        ``used``: the names of the parameters that any rank has used. They have a gradient on all ranks afterwards.
+        Waits for the answer to ``ask``. Parameters that any rank has used have a gradient on all ranks afterwards.
         """
+        assert self._asked is not None
+        used = self._asked.wait()
         # All ranks of a group sum the same parameters, in parts of the same shape: a rank that has not used a parameter
         # adds zeros, and a gradient with another placement (a partial sum, say) takes the parameter's placement.
         for name, parameter in self._own.items():
@@ -309,35 +319,35 @@ class Gradients(ABC):
             self._sum(ranks, tied)
         self._scale(factor)
 
-    def _ask_who_used(self, used: Collection[str]) -> WhoUsed:
-        return WhoUsed({name: (self._owners.get(name, ()), name in used) for name in self._own}, self._transport)
+    def _whether_own_used(self, used: Collection[str]) -> dict[str, Use]:
+        return {name: (self._owners.get(name, ()), name in used) for name in self._own}
+
+
+Use = tuple[tuple[int, ...], bool]
+"""The owners of a tied parameter, empty for others; and whether this rank has used the parameter."""
 
 
 class WhoUsed:
     """Asks all replicas, and all owners of tied parameters, which parameters they have used; the caller need not wait.
 
-    ``used``: name → (the owners of a tied parameter; whether this rank has used it), in one order on all ranks.
-    ``numbers``: numbers on the host, which the same message sums over the replicas, in place, before this returns.
+    ``used``: parameter name → ``Use``, in one order on all ranks. ``numbers``: summed over the replicas, in place,
+    before the constructor returns. Numbers on the host travel in one message with the flags of use.
     """
 
-    def __init__(
-        self,
-        used: Mapping[str, tuple[tuple[int, ...], bool]],
-        transport: Transport,
-        numbers: Tensor | None = None,
-    ) -> None:
+    def __init__(self, used: Mapping[str, Use], transport: Transport, numbers: Tensor | None = None) -> None:
         # The owners' groups come in one order on all ranks. In different orders, ranks would wait in a circle.
         self._names = sorted(used, key=lambda name: used[name][0])
         # The flags lie on the host, which decides by them. On a GPU they would wait for all kernels before them.
         self._flags = torch.tensor([used[name][1] for name in self._names], dtype=torch.uint8, device="cpu")
+        steps: list[Collective] = []
         # First the replicas agree, then the owners. The flags of an owners' group lie side by side, as sorted.
-        over_data = bool(used) and transport.data_size > 1 and numbers is None
-        steps = [Collective("maximum", "flags", self._flags)] if over_data else []
-        if numbers is not None:
+        if numbers is not None and numbers.device.type == "cpu":
             message = torch.cat([self._flags, numbers])  # a used parameter's flags add up to 1 or more
             transport.all_reduce("data", message)
-            numbers.copy_(message[len(self._names) :])
-            self._flags.copy_(message[: len(self._names)] > 0)
+            numbers.copy_(message[len(used) :])
+            self._flags.copy_(message[: len(used)] > 0)
+        elif used and transport.data_size > 1:
+            steps.append(Collective("maximum", "flags", self._flags))
         start = 0
         for owners, names in groupby(self._names, key=lambda name: used[name][0]):
             stop = start + len(list(names))
@@ -345,6 +355,8 @@ class WhoUsed:
                 steps.append(Collective("maximum", owners, self._flags[start:stop]))
             start = stop
         self._work = transport.start(steps, "which parameters were used") if steps else None
+        if numbers is not None and numbers.device.type != "cpu":
+            transport.all_reduce("data", numbers)
 
     def wait(self) -> set[str]:
         """The names of the parameters that at least one rank has used."""

@@ -16,6 +16,7 @@ from fxpipe.sharding.parameter_groups import options_of
 from fxpipe.tensors.dtensors import is_dtensor
 from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat import pytree
+from fxpipe.torch_compat.modules import without_step_hooks
 from fxpipe.torch_compat.operators import NUMBER_READ, TorchDispatchMode
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.validation import shown
@@ -111,7 +112,8 @@ def _begun(make: OptimizerMaker, options: Mapping[str, Any], scratch: Tensor) ->
         zeros = torch.zeros_like(scratch)
         scratch.grad = zeros.to_sparse() if isinstance(optimizer, torch.optim.SparseAdam) else zeros
         device = scratch.device
-        with torch.no_grad(), torch.random.fork_rng(() if device.type == "cpu" else (device,), device_type=device.type):
+        devices = () if device.type == "cpu" else (device,)
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type), without_step_hooks():
             optimizer.step()
     return optimizer
 
@@ -147,7 +149,7 @@ def _trial(make: OptimizerMaker, options: Mapping[str, Any], other: float | None
     """
     tensors, begun = torch.ones(2, 2, 2).unbind(), torch.ones(2, 2)
     try:
-        with torch.no_grad(), torch.random.fork_rng(()):
+        with torch.no_grad(), torch.random.fork_rng(()), without_step_hooks():
             optimizer = make([{**copy.deepcopy(dict(options)), "params": list(tensors)}])
             torch.manual_seed(0)
             rising = torch.arange(1.0, 5.0)

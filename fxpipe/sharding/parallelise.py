@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from fxpipe.parameters.ownership import Ownership, check_no_extra_state, replace
 from fxpipe.schedules.action import Action
 from fxpipe.search.memory import ParameterPart
 from fxpipe.sharding.data_axis import scope_of
+from fxpipe.sharding.gradients import Use
 from fxpipe.sharding.reducer import Reducer
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
@@ -580,6 +581,9 @@ class ParallelGradients(Reducer):
             self._sharded[stage].gather()
         return {}
 
+    def gathered(self) -> Iterable[Tensor]:
+        return [parameter for sharded in self._sharded.values() for parameter in sharded.gathered]
+
     def after(self, action: Action) -> None:
         """Starts the reduction of a stage's FSDP2 parameters after the stage's last backward."""
         super().after(action)
@@ -594,13 +598,11 @@ class ParallelGradients(Reducer):
         super().flush()
         self._used |= {n for n, p in self._own.items() if p.grad is not None and n not in self._managed}
 
-    def ask(self, numbers: Tensor | None) -> None:
-        super().ask(numbers)
-        # The last question on the owners' groups: where it is answered, so is the one before, and a sum may follow.
-        self._own_asked = self._ask_who_used(self._used)
+    def _whether_used(self) -> dict[str, Use]:
+        return super()._whether_used() | self._whether_own_used(self._used)
 
     def _finish_own(self, factor: Tensor | None) -> None:
-        self._sum_used(self._own_asked.wait(), self._to_sum, factor)
+        self._sum_used(self._to_sum, factor)
 
     @contextlib.contextmanager
     def evaluating(self, graphs: Sequence[StageGraph], row: Sequence[Action]) -> Iterator[None]:

@@ -26,8 +26,8 @@ from fxpipe.parameters.ownership import Ownership
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import BACKWARD, FORWARD
 from fxpipe.sharding.data_axis import BucketKind, GradientSums, Item, lay_out
-from fxpipe.sharding.flat_bucket import FlatBucket
-from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, WhoUsed, last_backwards
+from fxpipe.sharding.flat_bucket import FlatBucket, InBucket
+from fxpipe.sharding.gradients import Gradients, OptimizerPieces, Piece, Use, last_backwards
 from fxpipe.stage.awaiting import Waits
 from fxpipe.tensors.dtensors import is_dtensor
 
@@ -70,7 +70,6 @@ class Reducer(Gradients):
         self._unsummed = False  # whether earlier calls have left gradients that are not summed yet
         self._sync = self._hold = self._last = False
         self._queue: list[FlatBucket] = []  # to be started, in an order that is the same on all replicas
-        self._asked: WhoUsed | None = None
         self._add_buckets(shared, 0, whole=False)
 
     # buckets
@@ -132,10 +131,9 @@ class Reducer(Gradients):
         ]
         self._lasts = last_backwards(row)
         self._queue = [bucket for bucket in self._live if not bucket.owners]
-        # The call before may have left its question about used parameters under way.
-        if self._asked is not None:
+        self._summing: list[InBucket] = []
+        if self._asked is not None:  # the call before may have left its question under way
             self._asked.wait()
-            self._asked = None
         for bucket in self._buckets:  # frozen parameters' as well: an optimizer may step them
             bucket.drop_cleared()
         for bucket in self._live:
@@ -143,7 +141,7 @@ class Reducer(Gradients):
             bucket.begin(scales, self._unsummed)
         self._set_earlier_aside(scales)
 
-    def watch(self, stopwatch: Stopwatch) -> None:
+    def watch(self, stopwatch: Stopwatch | None) -> None:
         for bucket in self._live:
             bucket.stopwatch = stopwatch
 
@@ -201,14 +199,10 @@ class Reducer(Gradients):
                 bucket.start_across()
         self._queue.clear()
 
-    def ask(self, numbers: Tensor | None) -> None:
-        on_host = numbers is not None and numbers.device.type == "cpu"
-        if self._sync or self.sums.zero == 2:
-            members = [(bucket.owners, member) for bucket in self._live for member in bucket.summing]
-            used = {member.slot.name: (owners, member.present) for owners, member in members}
-            self._asked = WhoUsed(used, self._transport, numbers if on_host else None)
-        if not on_host or self._asked is None:
-            super().ask(numbers)
+    def _whether_used(self) -> dict[str, Use]:
+        pairs = [(bucket.owners, member) for bucket in self._live for member in bucket.summing]
+        self._summing = [member for _, member in pairs] if self._sync or self.sums.zero == 2 else []
+        return {member.slot.name: (owners, member.present) for owners, member in pairs if self._summing}
 
     def end(self, factor: Tensor | None) -> None:
         summed = self._sync and not self._hold
@@ -221,10 +215,9 @@ class Reducer(Gradients):
             for bucket in self._live:
                 bucket.wait()
         # Waits only where this rank has not used all parameters.
-        members = [member for bucket in self._live for member in bucket.summing]
-        if self._asked is not None and not all(member.present for member in members):
+        if self._asked is not None and not all(member.present for member in self._summing):
             used = self._asked.wait()
-            for member in members:
+            for member in self._summing:
                 member.present = member.slot.name in used
         for bucket in self._live:
             bucket.finish(self._sync)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx, nn
 
 from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import has_opaque_calls
 
+T = TypeVar("T")
 Waits = dict[int, Callable[[], object]]
 """The identity of a parameter under way → a function that returns once the parameter may be read. Parameters that
 arrive together have the same function, and are removed together."""
@@ -24,14 +25,15 @@ arrive together have the same function, and are removed together."""
 _waits: ContextVar[Waits] = ContextVar("waits")
 
 
-def awaiting(waits: Waits, call: Callable[..., object], *args: Any) -> None:
+def awaiting(waits: Waits, call: Callable[..., T], *args: Any) -> T:
     """Runs ``call(*args)``; the stage inside awaits its parameters, all of which have arrived when this returns."""
     token = _waits.set(waits)
     try:
-        call(*args)
+        result = call(*args)
     finally:
         _waits.reset(token)
     _wait(waits, waits)
+    return result
 
 
 def reading(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -236,8 +236,13 @@ class StepLoss:
         """Whether no micro-batch had any weight."""
         return not self._parts
 
-    def add(self, part: MicrobatchLoss, share: float, microbatch: int) -> Tensor | None:
-        """Adds a micro-batch whose share of the step's weight is ``share``; returns the added loss.
+    @property
+    def added(self) -> dict[int, Tensor]:
+        """Micro-batch with weight → what it has added: its loss times its share, or the total of its ``Sum``."""
+        return {microbatch: part.value for microbatch, part in self._parts.items()}
+
+    def add(self, part: MicrobatchLoss, share: float, microbatch: int) -> None:
+        """Adds a micro-batch whose share of the step's weight is ``share``.
 
         A micro-batch without weight, whose values may be NaN, adds nothing. RunError if its kind is another.
         """
@@ -246,7 +251,7 @@ class StepLoss:
         if not self._parts or self.kind is None:
             self.kind = kind
         if not share:
-            return None  # 0 * NaN would be NaN
+            return  # 0 * NaN would be NaN
         if kind != self.kind:
             kind.check(self.kind, "micro-batch")
         # a copy: no alias of a tensor that the user's code holds
@@ -259,7 +264,6 @@ class StepLoss:
             for column, number in columns.items()
         }
         self._parts[microbatch] = LossPart(value, count, metrics)
-        return value
 
     def _in_order(self) -> list[LossPart]:
         """The parts in the order of the micro-batches, in which plain PyTorch adds: ranks make them in another."""

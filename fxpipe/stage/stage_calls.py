@@ -236,12 +236,13 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
 
 
 def edges(output: Any) -> _Edge | list[_Edge]:
-    """Returns the roots of an output's backward: a tensor's autograd edge, None if it needs no gradient; for a
+    """Returns the roots of an output's backward: a tensor's autograd edge, None if it gets no gradient; for a
     container, a list of edges."""
+    on = torch.is_grad_enabled()  # otherwise a parameter that is an output has no edge
     if isinstance(output, Tensor):
-        return get_gradient_edge(output) if output.requires_grad else None
-    leaves = pytree.tree_leaves(output)
-    return [get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+        return get_gradient_edge(output) if on and output.requires_grad else None
+    leaves = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in pytree.tree_leaves(output)]
+    return [get_gradient_edge(leaf) if on and leaf is not None else None for leaf in leaves]
 
 
 def shapes_of(value: Any) -> Any:

@@ -41,6 +41,7 @@ PRIVATE = {
     "torch.nn.modules.module": "_global_backward_pre_hooks _global_backward_hooks _global_forward_hooks "
     "_global_forward_pre_hooks",
     "torch.nn.modules._functions": "BackwardHookFunction",
+    "torch.optim.optimizer": "_global_optimizer_post_hooks _global_optimizer_pre_hooks",
     "torch.utils.checkpoint": "_checkpoint_without_reentrant_generator_impl|_checkpoint_without_reentrant_generator",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "GetAttrKey MappingKey SUPPORTED_NODES SequenceKey TreeSpec keystr register_pytree_node "

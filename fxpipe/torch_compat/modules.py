@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_calls
 from torch.nn.modules._functions import BackwardHookFunction  # of modules with backward hooks
+from torch.optim import optimizer as optimizers
 
 MODULE_TABLES = (
     *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks"),
@@ -71,3 +72,17 @@ def undone_by_hooks(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
         for hook in vars(module)["_load_state_dict_pre_hooks"].values():
             hook(undone, f"{path}." if path else "", {}, True, [], [], [])
     return undone
+
+
+@contextlib.contextmanager
+def without_step_hooks() -> Iterator[None]:
+    """Within, no step of an optimizer runs the hooks that torch keeps for the steps of all optimizers."""
+    tables: tuple[dict[int, Any], ...] = optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, own in zip(tables, hooks, strict=True):
+            table.update(own)

@@ -212,7 +212,7 @@ def test_a_function_that_adds_its_own_gradient_is_refused_there() -> None:
 
 @pytest.mark.processes
 def test_replicas_whose_hooks_write_parameters_are_refused(pool: Pool) -> None:
-    with pytest.raises(RankFailed, match=r"a hook has written parameter 'a.weight' in the backward"):
+    with pytest.raises(RankFailed, match=r"a hook has written parameter '[ab].weight' in the backward"):
         pool.run(trained, Net(), stepped_at_once, 2, 1, ranks=2)
 
 

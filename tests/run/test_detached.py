@@ -35,7 +35,8 @@ def step(**options: Any) -> tuple[fxpipe.ForwardBackward, Tensor]:
         lambda loss: loss.requires_grad_().backward(),
         lambda loss: (loss / 4).backward(),  # as accumulation is written in transformers' scripts without a Trainer
         lambda loss: (0.5 * loss).backward(),
-        lambda loss: torch.amp.GradScaler(DEVICE).scale(loss).backward(),
+        lambda loss: torch.amp.GradScaler(DEVICE).scale(loss),  # whose step would divide the gradients by 65536
+        lambda loss: torch.amp.GradScaler(DEVICE).scale([loss]),
     ],
 )
 def test_a_backward_by_habit_says_that_gradients_are_there(habit: Callable[[Tensor], object]) -> None:
@@ -44,6 +45,11 @@ def test_a_backward_by_habit_says_that_gradients_are_there(habit: Callable[[Tens
     with pytest.raises(fxpipe.RunError, match="gradients are there already"):
         habit(loss)
     assert all(map(torch.equal, before, (parameter.grad for parameter in forward_backward.parameters())))
+
+
+def test_a_scaler_that_is_turned_off_leaves_it_as_it_is() -> None:
+    _, loss = step()
+    assert torch.amp.GradScaler(DEVICE, enabled=False).scale(loss) is loss
 
 
 def test_what_needs_a_gradient_of_its_own_gets_it() -> None:

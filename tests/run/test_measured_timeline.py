@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import fxpipe
 import fxpipe.distributed.stopwatch
 import fxpipe.run.timeline_recorder
-from fxpipe import Action, RunError, ScheduleError, Timeline, Topology
-from fxpipe.distributed.stopwatch import ACTIONS, Elapsed, Lap, Reduced, Stopwatch
+from fxpipe import Action, RunError, ScheduleError, StageGraph, Timeline, Topology
+from fxpipe.distributed.observer import ACTIONS, StepObserver
+from fxpipe.distributed.stopwatch import Elapsed, Lap, Reduced, Stopwatch
 from fxpipe.run.timeline_recorder import mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action_times import Reduction
@@ -62,26 +63,31 @@ class Ticks:
         return [mark / 10 for mark in marks]
 
 
+def run(observer: StepObserver, action: Action) -> None:
+    stage = StageGraph.from_callables({"a": nn.Identity()}, [], {"a": ["x"]})[0]
+    observer.on_start(action, stage, ())
+    observer.on_end(action, stage, ())
+
+
 def test_three_marks_make_a_lap_on_the_clock_that_it_is_told_on() -> None:
     stopwatch = Stopwatch(Ticks())
     first, second = Action(0, Kind.F, 0), Action(0, Kind.B, 0)
     for action in (first, second):
-        stopwatch.mark()
-        stopwatch.mark()
-        stopwatch.end(action)
+        stopwatch.on_wait(action)
+        run(stopwatch, action)
     assert stopwatch.laps() == [Lap(first, 0.1, 0.2, 0.3), Lap(second, 0.4, 0.5, 0.6)]
     assert stopwatch.laps(ahead=0.1)[0][1:] == pytest.approx((0.0, 0.1, 0.2), abs=1e-12)
 
 
 def test_a_rank_that_is_held_back_stands_ready_from_when_it_begins_to_wait() -> None:
     stopwatch = Stopwatch(clock := Ticks())
+    sent, action = Action(0, Kind.F, 0), Action(0, Kind.F, 1)
     for _ in range(2):
-        stopwatch.wait()
+        stopwatch.on_wait(sent)
         clock.mark()  # time goes by
-        stopwatch.wait()  # for another message
-        stopwatch.mark()
-        stopwatch.mark()
-        stopwatch.end(Action(0, Kind.F, 0))
+        stopwatch.on_wait(sent)  # for another message
+        stopwatch.on_wait(action)
+        run(stopwatch, action)
     assert [lap[1:] for lap in stopwatch.laps()] == [(0.1, 0.3, 0.4), (0.5, 0.7, 0.8)]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxpipe.distributed.transport import LocalTransport
 from fxpipe.errors import CheckpointError, RunError
@@ -228,6 +229,33 @@ def test_a_closure_runs_with_gradients_and_its_loss_comes_back() -> None:
 
     assert optimizer.step(closure).item() == pytest.approx(2.25)
     assert model.scale.item() == pytest.approx(0.5 - 0.1 * 9.0)
+
+
+def calls_of_hooks(optimizer: Any, model: nn.Module) -> list[tuple[str, Any]]:
+    """What torch's hooks on the steps of all optimizers see in two steps."""
+    calls: list[tuple[str, Any]] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: calls.append(("before", stepped))),
+        register_optimizer_step_post_hook(lambda stepped, *_: calls.append(("after", stepped))),
+    ]
+    try:
+        made = optimizer()
+        run(model, [made], [], [0, 1])
+        made.state_dict()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert all(stepped is made for _, stepped in calls)
+    return [when for when, _ in calls]
+
+
+def test_hooks_on_the_steps_of_all_optimizers_run_once_with_the_users_own() -> None:
+    """Also where an optimizer is tried out on small tensors, because each rank steps a part of its parameters."""
+    plain, mine = Model(), Model()
+    expected = calls_of_hooks(lambda: torch.optim.AdamW(plain.parameters()), plain)
+    assert expected == ["before", "after"] * 2
+    for cls in (torch.optim.AdamW, torch.optim.Adafactor):
+        assert calls_of_hooks(lambda cls=cls: of_rank(mine, 0, cls), mine) == expected
 
 
 def test_a_group_added_later_is_stepped() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import fxpipe
@@ -282,6 +283,45 @@ def evaluated() -> None:
 
 def test_evaluation_gathers_and_frees_and_a_later_capture_runs_as_well(pool: Pool) -> None:
     pool.run(evaluated, ranks=4)
+
+
+class Returning(nn.Module):
+    """Returns a parameter, and a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.last(self.first(x).tanh())
+        return {"loss": h.square().mean(), "weight": self.last.weight, "row": self.first.weight[1]}
+
+
+def returning() -> nn.Module:
+    torch.manual_seed(0)
+    return Returning()
+
+
+def sharded(stage: nn.Module, mesh: Any) -> None:
+    fully_shard(stage, mesh=mesh["data"])
+
+
+@in_a_new_world
+def returned(options: dict[str, Any]) -> None:
+    x = batch()[: ROWS // 2]
+    forward_backward = fxpipe.compile(returning(), ONE_NODE, microbatches=1, example_args=(x,), **options)
+    expected = returning()(x)
+    for _ in range(2):  # the second call gathers into the same memory
+        result = forward_backward.evaluate(x)
+        forward_backward(x)
+        for name in ("weight", "row"):
+            torch.testing.assert_close(whole_of(result[name]), expected[name].detach())
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"parallelize": sharded}], ids=["zero", "parallelize"])
+def test_a_parameter_that_is_an_output_outlives_the_call(pool: Pool, options: dict[str, Any]) -> None:
+    """Its memory was freed, and reading it ended the process."""
+    pool.run(returned, options, ranks=2)
 
 
 class Looking(nn.Module):

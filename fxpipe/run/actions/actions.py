@@ -19,14 +19,11 @@ from torch import Tensor, nn
 
 from fxpipe.batch.group_inputs import Joined
 from fxpipe.distributed.activity import here
-from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.errors import RunError
 from fxpipe.graph.gathering import added
-from fxpipe.graph.program import Crossing
 from fxpipe.graph.ranks import named
-from fxpipe.graph.stage_graph import Edge, bytes_in
+from fxpipe.graph.stage_graph import Edge
 from fxpipe.labels import label
-from fxpipe.numerics.recording import GRADIENT, LOSS, MOST_OUTPUTS, VALUE, ValueRecorder
 from fxpipe.plan.placement import writes
 from fxpipe.plan.plan import Plan
 from fxpipe.run.actions.executor import BoundFor, Executor, Fetch, Residuals, StepInput, StepResult, take_out
@@ -60,15 +57,14 @@ class Bound:
     receives: Sequence[Port]
     """The ports whose receives the calls post, in order."""
 
-    def run(self, step: StepInput, stopwatch: Callable[[], Stopwatch]) -> StepResult:
-        """Runs a step. ``stopwatch`` makes one for each rank."""
+    def run(self, step: StepInput) -> StepResult:
         grad = torch.enable_grad if self.kind.training else torch.no_grad
         # Autograd runs a backward under the caller's autocast, and in plain PyTorch the backward is outside of it. So
         # autocast is off here, and each forward turns its own regions on.
         off = [region._replace(enabled=False) for region in self.kind.autocast]
-        result = StepResult([stopwatch() for _ in self.executors])
-        for executor, of_rank in zip(self.executors, result.stopwatches, strict=True):
-            executor.begin(step, result, of_rank)
+        result = StepResult()
+        for executor in self.executors:
+            executor.begin(step, result)
         try:
             with grad(), within(off):
                 for call in self._labelled() if profiler_runs() else self._plain:
@@ -157,9 +153,11 @@ class _Binder:
             return None
         if message.direction is BACKWARD or edge.source not in executor.table.ahead:
             return port.release
+        sent = executor.maker(edge, message.direction, message.microbatch)
 
         def wait_and_release() -> None:  # after a forward that the schedule delays
-            executor.stopwatch.wait()
+            for on_wait in executor.step.watched.on_wait:
+                on_wait(sent)
             port.release()
 
         return wait_and_release
@@ -187,48 +185,31 @@ class BoundAction:
         self._parameters = list(self.stage.parameters.values())
 
     def __call__(self) -> None:
-        executor, action = self.executor, self.action
-        parameters, stopwatch = executor.parameters, executor.stopwatch
+        executor, action, stage = self.executor, self.action, self.stage
+        parameters, watched = executor.parameters, executor.step.watched
         here.at(action)
         waits = parameters.awaited(action.stage) if action.kind.part_of is FORWARD else None
         if self._sums:
             parameters.before(action)
-        # Between the two marks the action waits for its inputs, and the timeline shows waiting.
-        if stopwatch.is_on:
-            stopwatch.mark()
+        for on_wait in watched.on_wait:
+            on_wait(action)
         arrived = [take() for take in self.takes]
-        if stopwatch.is_on:
-            stopwatch.mark()
+        for on_start in watched.on_start:
+            on_start(action, stage, arrived)
         try:
-            if waits:
-                awaiting(waits, self.run, arrived)
-            else:
-                self.run(arrived)
+            made = awaiting(waits, self.run, arrived) if waits else self.run(arrived)
         except BaseException as error:
             executor.report(error, action, arrived if self.names_inputs else ())
             raise
-        if stopwatch.is_on:
-            stopwatch.end(action)
+        for on_end in watched.on_end:
+            on_end(action, stage, made)
         if self._sums:
             parameters.after(action)
 
-    def run(self, arrived: list[Any]) -> None:
-        """Runs the stage. ``arrived``: the values that ``takes`` returned."""
-
-    def _record(self, recorder: ValueRecorder, kind: str, values: Sequence[Any]) -> None:
-        """Records the values of the stage's outgoing edges, or their gradients: a value with several edges once, with
-        the sum of the gradients that arrive for it."""
-        by_name: dict[str, Any] = {}
-        for edge, value in zip(self.stage.outputs, values, strict=False):
-            is_summed = kind == GRADIENT and edge.value in by_name
-            by_name[edge.value] = added(by_name[edge.value], value) if is_summed else value
-        for number, (name, value) in enumerate(by_name.items()):
-            crossing = self.executor.graph.crossings.get(name, Crossing())
-            label, boundary = name, crossing.boundary
-            if kind == GRADIENT:
-                label, boundary = crossing.gradient or name, crossing.gradient_boundary
-            order = self.action.stage * MOST_OUTPUTS + number
-            recorder.add(kind, label, self.action.microbatch, order, value, boundary, crossing.what)
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
+        """Runs the stage. ``arrived``: the values that ``takes`` returned. Returns the values for other stages, or the
+        gradients."""
+        return ()
 
     def bound_run(self) -> Run:
         """The stage's forward, under its own seed and autocast regions, if it has any."""
@@ -312,7 +293,7 @@ class ForwardAction(BoundAction):
 
         return run_and_offload
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         arrived[:] = self.inputs_of(arrived)
         before = [(name, tensor, version_of(tensor)) for name, tensor in self._unwritten] if self._unwritten else ()
         outputs, saved = self._run(*arrived)
@@ -324,23 +305,13 @@ class ForwardAction(BoundAction):
             self._take_result(outputs[-1], saved)
         if self.keeps:
             self.residuals.saved = saved
-        self._give(outputs)
+        slots = self.executor.slots
+        for slot, value in zip(self._slots, outputs, strict=False):  # the model's result has no slot
+            slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
+        return outputs
 
     def inputs_of(self, arrived: list[Any]) -> list[Any]:
         return arrived
-
-    def _give(self, outputs: tuple[Any, ...]) -> None:
-        executor, step, slots = self.executor, self.executor.step, self.executor.slots
-        stage, microbatch = self.action.stage, self.action.microbatch
-        if self._slots and step.extremes is not None and step.shares[microbatch]:  # a micro-batch with weight
-            step.extremes.add_outputs(stage, microbatch, outputs[: len(self._slots)])
-        for slot, value in zip(self._slots, outputs, strict=False):  # the model's result has no slot
-            slots[slot] = value if not self._buffers else apart_from(self._buffers, value)
-        if step.values is not None:
-            self._record(step.values, VALUE, outputs)
-        if step.proves:
-            sizes = {edge: bytes_in(value) for edge, value in zip(self.stage.outputs, outputs, strict=False)}
-            executor.result.bytes_of.update(sizes)
 
     def _take_result(self, result: Any, saved: Saved | None) -> None:
         """Takes the model's result: the loss that backward begins at, or the output of an evaluation. ``saved``: None
@@ -357,11 +328,7 @@ class ForwardAction(BoundAction):
                 "loss + 0 * self.head.weight.sum()"
             )
         share = executor.step.shares[microbatch]
-        added = executor.result.loss.add(part, share, microbatch)
-        if added is not None and executor.step.extremes is not None:
-            executor.step.extremes.add_loss(self.action.stage, microbatch, added)
-        if executor.step.values is not None:
-            executor.step.values.add(LOSS, LOSS, microbatch, 0, part.value)
+        executor.result.loss.add(part, share, microbatch)
         if saved is not None:
             saved.take_root(part.value, root_weight(part, share, executor.step.per_item))
 
@@ -375,7 +342,7 @@ class Recomputation(BoundAction):
         super().__init__(executor, action)
         self._run = self.bound_run()
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         recomputed, self.residuals.recomputed = self.residuals.recomputed, None
         assert recomputed is not None
         arrived += recomputed.inputs
@@ -385,22 +352,25 @@ class Recomputation(BoundAction):
             step = self.executor.step
             saved.take_root(part.value, root_weight(part, step.shares[self.action.microbatch], step.per_item))
         self.residuals.saved = saved
+        return ()
 
 
 class Offload(BoundAction):
     """O: the activations have left for the host's memory."""
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.release()
+        return ()
 
 
 class Prefetch(BoundAction):
     """P: the activations begin to come back."""
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.fetch()
+        return ()
 
 
 class BackwardAction(BoundAction):
@@ -420,7 +390,7 @@ class BackwardAction(BoundAction):
     def bound_outputs(self) -> list[int]:
         return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         executor, residuals = self.executor, self.residuals
         returned: Sequence[Any] = [None] * len(self.stage.inputs)
         saved, residuals.saved = residuals.saved, None
@@ -428,8 +398,6 @@ class BackwardAction(BoundAction):
         offloaded, residuals.offloaded = residuals.offloaded, None
         if offloaded is not None:
             offloaded.arrive()
-        if executor.step.values is not None:
-            self._record(executor.step.values, GRADIENT, arrived)
         if self.stage.returns_result:
             arrived.append(True)
         # A loss without weight here still has a backward in stages that other replicas' losses need.
@@ -443,6 +411,7 @@ class BackwardAction(BoundAction):
                 give_own_memory(new, (arrived, returned))
             residuals.later = saved.deferred
         self.give(returned)
+        return returned
 
     def give(self, returned: Sequence[Any]) -> None:
         slots = self.executor.slots
@@ -453,13 +422,14 @@ class BackwardAction(BoundAction):
 class WeightsAction(BoundAction):
     """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
-    def run(self, arrived: list[Any]) -> None:
+    def run(self, arrived: list[Any]) -> Sequence[Any]:
         later, self.residuals.later = self.residuals.later, None
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
             new, passing = without_gradient(parameters), later.pending
             self.stage.backward.weights(later)
             give_own_memory(new, passing)
+        return ()
 
 
 class LeftOut(BoundAction):
@@ -573,9 +543,9 @@ def give_own_memory(parameters: Iterable[nn.Parameter], passing: Any) -> None:
             parameter.grad = gradient.clone()
 
 
-def apart_from(buffers: Sequence[Tensor], value: Any) -> Any:
-    """A value that leaves a stage, with copies of tensors that share memory with buffers: the next forward may write
-    buffers."""
+def apart_from(buffers: Iterable[Tensor], value: Any) -> Any:
+    """A value that leaves a stage, with copies of tensors that share memory with ``buffers``, which somebody may write
+    or free: the next forward writes buffers."""
     if isinstance(value, Tensor) and value.requires_grad:
         return value
     leaves = [leaf for leaf in pytree.tree_leaves(value) if _has_memory(leaf) and not leaf.requires_grad]

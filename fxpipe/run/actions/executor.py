@@ -16,14 +16,12 @@ import torch
 from fxpipe.batch.group_inputs import GroupInputs, Joined
 from fxpipe.device import HostCopies
 from fxpipe.distributed.activity import here
-from fxpipe.distributed.stopwatch import Stopwatch
+from fxpipe.distributed.observer import Watched
 from fxpipe.graph.stage_graph import Edge, Stage
-from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.plan.plan import Plan, values_of
 from fxpipe.run.actions.offload import Offloaded
 from fxpipe.run.actions.recompute import EffectsOf, RecomputedForward
 from fxpipe.run.exchange import Exchange, Port
-from fxpipe.run.step.finite import Extremes
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction, Kind
@@ -46,9 +44,7 @@ class StepInput:
     micro-batch's part of the step's weight; where the loss is of a group, the group's part. ``groups``: makes the
     inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``number``: the
     step's number, from 0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss,
-    where inputs alone decide the count. ``extremes``: records whether the stages' outputs are finite. ``values``:
-    records fingerprints of values and gradients, if asked. ``proves``: whether the step compares a recomputation with
-    its forward, and measures the sizes of values."""
+    where inputs alone decide the count. ``proves``: whether the step compares a recomputation with its forward."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
@@ -56,21 +52,17 @@ class StepInput:
     seed: Callable[[int, int], int]
     number: int
     per_item: torch.Tensor | None
-    extremes: Extremes | None
-    values: ValueRecorder | None
     proves: bool
+    watched: Watched
 
 
 @dataclass
 class StepResult:
-    """The results of a step on the ranks that this process plays. ``stopwatches``: of each rank."""
+    """The results of a step on the ranks that this process plays."""
 
-    stopwatches: Sequence[Stopwatch]
     loss: StepLoss = field(default_factory=StepLoss)
     results: dict[int, Any] = field(default_factory=dict)
     """Micro-batch → the model's output, when not training."""
-    bytes_of: dict[Edge, int] = field(default_factory=dict)
-    """Edge → bytes of its value, where the step measures them."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +107,8 @@ class Executor:
     effects: EffectsOf
     copies: HostCopies
     step: StepInput = field(init=False)
-    """Set while a step runs, as ``result`` and ``stopwatch`` are."""
+    """Set while a step runs, as ``result`` is."""
     result: StepResult = field(init=False)
-    stopwatch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.graph, self.table = self.kind.plan.graph, self.kind.plan.schedule.dependencies
@@ -129,12 +120,12 @@ class Executor:
         self._slot_of: dict[tuple[Edge, Direction, int], int] = {}
         self.residuals: dict[Half, Residuals] = {}
 
-    def begin(self, step: StepInput, result: StepResult, stopwatch: Stopwatch) -> None:
-        self.step, self.result, self.stopwatch = step, result, stopwatch
+    def begin(self, step: StepInput, result: StepResult) -> None:
+        self.step, self.result = step, result
 
     def end(self) -> None:
         """Ends a step, and drops its inputs; the caller has its results."""
-        del self.step, self.result, self.stopwatch
+        del self.step, self.result
 
     def drop(self) -> None:
         """Drops the inputs and all values of a step that failed."""

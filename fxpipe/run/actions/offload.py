@@ -156,7 +156,7 @@ class Offloaded:
                 f"the activations of stage {self.stage!r} are in the host's memory, and something differentiates its "
                 "outputs before its backward; leave the stage out of offload="
             )
-        typed = there.view(saved.dtype)
+        typed: Tensor = there.view(saved.dtype)
         offset = saved.offset - saved.memory.begin // typed.element_size()
         return typed.as_strided(saved.size, saved.stride, offset)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fxpipe.device import to_host
+from fxpipe.distributed.observer import StepObserver
 from fxpipe.distributed.transport import Transport
+from fxpipe.graph.stage_graph import Stage
 from fxpipe.plan.plan import Plan
 from fxpipe.progress import warn
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.kinds import FORWARD
+from fxpipe.stage.loss import StepLoss
 from fxpipe.tensors.dtensors import local
 from fxpipe.torch_compat import pytree
 
@@ -27,14 +32,20 @@ class Broken(NamedTuple):
     rank: int
 
 
-class Extremes:
+class Extremes(StepObserver):
     """The minimum and maximum of each output of a rank's stages in a step: nan or inf if an element is.
 
     Computed on the device; the host does not wait. Unlike a sum, they are finite whenever all elements are finite.
+    ``shares``: each micro-batch's share of the step's weight; outputs without weight are passed over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shares: Sequence[float] = ()) -> None:
+        self._shares = shares
         self._found: list[tuple[int, int, bool, Sequence[Tensor]]] = []  # stage, micro-batch, whether it is a loss
+
+    def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
+        if stage.outputs and action.kind.messages is FORWARD and self._shares[action.microbatch]:
+            self.add_outputs(action.stage, action.microbatch, made[: len(stage.outputs)])
 
     def add_outputs(self, stage: int, microbatch: int, values: Sequence[Any]) -> None:
         """Records the extremes of the tensors in ``values`` that require a gradient: a mask may hold −∞."""
@@ -46,10 +57,11 @@ class Extremes:
                 # A single kernel reads the tensor once; a sum of finite numbers may overflow.
                 self._found.append((stage, microbatch, False, torch.aminmax(numbers)))
 
-    def add_loss(self, stage: int, microbatch: int, loss: Tensor) -> None:
-        """Records a micro-batch's loss, which nothing overwrites."""
-        if (number := _plain(loss)) is not None:
-            self._found.append((stage, microbatch, True, (number,)))
+    def add_losses(self, stage: int, losses: Mapping[int, Tensor]) -> None:
+        """Records the losses of micro-batches, which nothing overwrites."""
+        for microbatch, loss in losses.items():
+            if (number := _plain(loss)) is not None:
+                self._found.append((stage, microbatch, True, (number,)))
 
     def broken(self, replica: int, rank: int) -> list[Broken]:
         """Returns the outputs that were not finite. Waits for the device."""
@@ -94,19 +106,22 @@ class Watch:
         self._last: _FinishedStep | None = None
         self._over = False  # whether the warning was given
 
-    def begin(self) -> Extremes | None:
-        """Begins a step. Returns the ``Extremes`` for its stages' outputs; None once a warning was given."""
-        self._extremes = None if self._over else Extremes()
-        return self._extremes
+    def begin(self, shares: Sequence[float]) -> list[Extremes]:
+        """Begins a step. Returns the ``Extremes`` that observes it; none once a warning was given."""
+        self._extremes = None if self._over else Extremes(shares)
+        return [self._extremes] if self._extremes is not None else []
 
-    def end(self, number: int, loss: Tensor, plan: Plan) -> str:
-        """Ends a step, and checks the loss of the step before. A collective call of all ranks.
+    def end(self, number: int, loss: Tensor, own: StepLoss, plan: Plan) -> str:
+        """Ends a step, and checks the loss of the step before. A collective call of all ranks. ``own``: the losses that
+        this process has computed.
 
         With ``raises``, checks this step's loss, and returns the error text for all ranks; empty if the loss is finite.
         """
         if not self._raises:
             self.warn()
         if self._extremes is not None and not self._over:
+            (output,) = (stage.index for stage in plan.graph if stage.returns_result)
+            self._extremes.add_losses(output, own.added)
             self._last = _FinishedStep(number, to_host([loss]), self._extremes, plan)
         return self.cause() if self._raises else ""
 

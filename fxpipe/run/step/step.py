@@ -23,20 +23,18 @@ from fxpipe.device import HostCopies
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.grid import ROLES
-from fxpipe.distributed.stopwatch import ACTIONS, Stopwatch
+from fxpipe.distributed.observer import ACTIONS, REST, EdgeSizes, StepObserver, Watched
 from fxpipe.distributed.traffic import Metered
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph.gathering import of_groups
 from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.labels import label
-from fxpipe.numerics.fingerprint import positions_of
-from fxpipe.numerics.recording import PARAMETER, PARAMETER_GRADIENT, TensorPart, ValueRecorder
-from fxpipe.plan.placement import check_hooks
+from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.plan_state import PlanState
 from fxpipe.plan.together import check_rows, shared_rows
-from fxpipe.run.actions.actions import Bound, bind
+from fxpipe.run.actions.actions import Bound, apart_from, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
@@ -44,17 +42,17 @@ from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.agreement import AgreedBatch, Agreement, Call
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
+from fxpipe.run.step.hooked import HookedParameters
+from fxpipe.run.step.recorded_values import RecordedValues
 from fxpipe.run.step.step_outcome import Facts, ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
-from fxpipe.sharding.parameter_groups import first_names
 from fxpipe.specs import cast_batch
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.stage.own_generators import own_generators
-from fxpipe.tensors.dtensors import local
-from fxpipe.torch_compat.tensors import hooks_of, version_of
+from fxpipe.torch_compat.tensors import hooks_of
 from fxpipe.trace.checks.sizes import with_sizes
 
 MOST_BOUND = 32
@@ -170,7 +168,7 @@ class Steps:
             copies=HostCopies(state.device),
         )
         self._is_sum: bool | None = None  # whether the loss is a fxpipe.Sum; None before the first step
-        self.values: ValueRecorder | None = None
+        self.values: RecordedValues | None = None
 
     def generators(self, of_rank: bool = False) -> dict[str, Any]:
         """The random generators of the model's own, by name. ``of_rank``: only those whose state goes on in a stage of
@@ -206,8 +204,15 @@ class Steps:
         """Runs forward, backward and gradient reduction of a batch, after ``recorder.begin``. Returns the outcome, and
         the bytes of each edge in the first step of a plan, else None. A collective call of all ranks."""
         self.check_trained()
+        stopwatch = self.recorder.stopwatch
+        observers: list[StepObserver] = [] if stopwatch is None else [stopwatch]
+
+        def passed(part: str) -> None:
+            for observer in reversed(observers):
+                observer.on_step(part)
+
         agreed, batches, shares, everyone = call = self._agree(calls, split_evenly, training=True)
-        plan, record, passed = agreed.plan, self._plans[id(agreed.plan)], self.recorder.passed
+        plan, record = agreed.plan, self._plans[id(agreed.plan)]
         passed("settling")
         # Two guards: in the first all ranks raise an FxpipeError with nothing under way, so training can go on.
         with self.failing.together(FxpipeError):
@@ -216,18 +221,25 @@ class Steps:
             loss_kind, is_new = record.losses.get(self._form(agreed)), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
             scales = self._is_sum is not False and not plan.counts
-            hooked = self._hooked(plan, scales)
+            if hooked := {id(parameter): name for name, parameter in self._parameters if hooks_of(parameter)}:
+                has_late_count = scales and bool(self._is_sum or plan.graph.counting is not None)
+                observers.append(HookedParameters(hooked, plan.graph, self.transport, has_late_count))
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
+            self._gradients.watch(stopwatch)
             bound = self._bound(record, agreed, shares)
             if self.values is not None:
-                self._record_parameters(self.values)
-                self.values.begin(self.number, batches)
-            step = self._input(call, split_evenly, training=True, proves=is_new)
+                self.values.begin(self.number, batches, plan.graph, self.sync)
+                observers.append(self.values)
+            sizes = [EdgeSizes()] if is_new and not record.is_sized else []
+            observers += [*self.watch.begin(shares), *sizes]
+            step = self._input(call, is_new, observers)
             self._effects.begin()
             passed("preparing")
             # Listen before the first action, so that the receive is posted before the loss is sent.
             self._message.listen(loss_kind, plan.output_ranks[0])
             result = self._play(agreed, bound, step)
+            passed(ACTIONS)
+            self._exchange.finish()
             passed("messages")
             # All backwards have ended: flush starts the reductions that no backward has started.
             self._gradients.flush()
@@ -236,23 +248,19 @@ class Steps:
             record.losses[self._form(agreed)] = outcome.kind
             passed("loss")
             self._gradients.end(outcome.factor)
-            self._check_unwritten(hooked)
             passed("reduction")
             self._unsummed = not self.sync
-            if self.values is not None and self.sync:
-                self.values.add_parts(PARAMETER_GRADIENT, self._gradient_parts())
-                self.values.write()
             bytes_of = None
-            if is_new and not record.is_sized:
+            if sizes:
                 record.is_sized = True
                 # Each rank knows the bytes of its own stages' outputs; the pipe group gathers them once per plan.
-                parts = self.transport.gather("pipe", result.bytes_of)
+                parts = self.transport.gather("pipe", sizes[0].bytes_of)
                 bytes_of = {edge: size for part in parts for edge, size in part.items()}
-            broken = self.watch.end(self.number, outcome.loss, plan)
-            passed("rest")
+            broken = self.watch.end(self.number, outcome.loss, result.loss, plan)
+            passed(REST)
             self._trained.add(agreed.kind)
             self.microbatch_losses = dict(sorted(result.loss.own.items()))
-            self.recorder.keep(self.number, plan.schedule, result.stopwatches)
+            self.recorder.keep(self.number, plan.schedule)
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -263,43 +271,15 @@ class Steps:
     @contextlib.contextmanager
     def recording_values(self, recorder: ValueRecorder) -> Iterator[None]:
         """Records the numbers of the steps inside."""
-        recorder.step, self.values = self.number - 1, recorder
         try:
-            self._record_parameters(recorder)
+            recorder.step = self.number - 1
+            self.values = RecordedValues(recorder, self._gradients, self.module, self.state.module)
+            self.values.record_parameters()
             yield
-            self._record_parameters(recorder)
+            self.values.record_parameters()
         finally:
             self.values = None
             recorder.close()
-
-    def _record_parameters(self, recorder: ValueRecorder) -> None:
-        """Records the parameters, which optimizers have stepped since the last recorded call."""
-        if recorder.has_parameters:
-            return
-        self._gradients.settle()
-        parts = (TensorPart(*self._numbers[name], p, p.shape, positions_of(p)) for name, p in self._parameters)
-        recorder.add_parts(PARAMETER, parts)
-        recorder.write()
-
-    def _gradient_parts(self) -> Iterator[TensorPart]:
-        """Yields the parts of the summed gradients that this rank has."""
-        for piece in self._gradients.pieces():
-            gradient, shape = piece.current_gradient(), piece.parameter.shape
-            if gradient is None:
-                continue
-            positions = positions_of(piece.parameter)
-            if positions is None and gradient.shape != shape:
-                positions = piece.part_of(torch.arange(shape.numel(), device=gradient.device).view(shape))
-            elif positions is not None and local(gradient).numel() != positions.numel():
-                positions = positions.reshape(-1)[piece.start : piece.stop]
-            yield TensorPart(*self._numbers[piece.name], gradient, shape, positions)
-
-    @cached_property
-    def _numbers(self) -> dict[str, tuple[str, int]]:
-        """Each name of a parameter → the first name of the same parameter, and its number in the model."""
-        first = first_names(dict(self.module.named_parameters(remove_duplicate=False)))
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(first.values()))}
-        return {name: (own, numbers[own]) for name, own in first.items()}
 
     @property
     def has_unsummed(self) -> bool:
@@ -325,10 +305,13 @@ class Steps:
             check_rows(agreed.plan, [facts.rows for facts in everyone])
         with self.failing.together():
             with self._gradients.evaluating(agreed.plan.graphs, self._row(agreed.plan)):
-                step = self._input(call, split_evenly, training=False)
+                step = self._input(call)
                 result = self._play(agreed, self._bound(self._plans[id(agreed.plan)], agreed, shares), step)
+                self._exchange.finish()
+                # An output that is a parameter, or a view of it, outlives the parameters that the call has gathered.
+                results = apart_from(self._gradients.gathered(), result.results)
             self.watch.warn()  # after the forward, so that the device has work while the host waits for a loss
-            return None if outputs is None else self._output(call, result.results, outputs)
+            return None if outputs is None else self._output(call, results, outputs)
 
     def _agree(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, outputs: str | None = None
@@ -414,7 +397,7 @@ class Steps:
             runs = [any(each) for each in zip(*self.transport.gather("data", runs), strict=True)]
         return record.bound(tuple(runs), agreed.pattern.training, agreed.pattern.ambient.autocast)
 
-    def _input(self, call: _AgreedCall, is_cut: bool, training: bool, proves: bool = False) -> StepInput:
+    def _input(self, call: _AgreedCall, proves: bool = False, observers: Sequence[StepObserver] = ()) -> StepInput:
         agreed, batches, shares, everyone = call
         self._renew_generators(agreed.plan.graphs)
         number, replica, precision = self.number, self.transport.data_rank, self._options.precision
@@ -422,18 +405,16 @@ class Steps:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
         counted = self._items.add(batches, shares, {facts.items for facts in everyone})
+        is_cut, places, rows = agreed.call.batch.is_whole, agreed.places, agreed.replica_rows
         return StepInput(
             counted,
             shares,
-            GroupInputs(
-                self.transport, self._options.batch_dim, agreed.sizes, is_cut, agreed.places, agreed.replica_rows
-            ),
+            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, places, rows),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
-            self._per_item(agreed.plan, counted, shares) if training else None,
-            self.watch.begin() if training else None,
-            self.values if training else None,
+            self._per_item(agreed.plan, counted, shares) if agreed.pattern.training else None,
             proves,
+            Watched.by(observers),
         )
 
     def _per_item(self, plan: Plan, batches: Sequence[Mapping[str, Any]], shares: Sequence[float]) -> Tensor | None:
@@ -456,48 +437,12 @@ class Steps:
         """This rank's (name, parameter) pairs, which are the same in all steps."""
         return list(self.state.module.named_parameters())
 
-    def _hooked(self, plan: Plan, scales: bool) -> list[tuple[str, nn.Parameter, int]]:
-        """Returns this rank's parameters with user hooks, as (name, parameter, version counter). PartitionError or
-        RunError if the hooks would get parts of gradients, or gradients that are divided by the count only later."""
-        hooked = [
-            (name, parameter, version_of(parameter)) for name, parameter in self._parameters if hooks_of(parameter)
-        ]
-        if hooked:
-            check_hooks(plan.graph)
-        if hooked and scales and (self._is_sum or plan.graph.counting is not None):
-            raise RunError(
-                f"parameter {hooked[0][0]!r} has a hook, which would be given gradients of the sum alone: the count of "
-                "this fxpipe.Sum is not decided by the inputs, and is known when the backward is over. Compute the "
-                "count from the inputs (labels, masks) or return the mean; or remove the hook, and do what it does "
-                "behind forward_backward(...)"
-            )
-        return hooked
-
-    def _check_unwritten(self, hooked: Sequence[tuple[str, nn.Parameter, int]]) -> None:
-        """RunError if a hook has written a parameter that other replicas have, too."""
-        if self.transport.data_size == 1:
-            return
-        for name, parameter, version in hooked:
-            if version_of(parameter) != version:
-                raise RunError(
-                    f"a hook has written parameter {name!r} in the backward, by this replica's gradient alone: the "
-                    "replicas drift apart; step behind forward_backward(...), which sums the gradients of all of them"
-                )
-
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> StepResult:
         """Runs this process's part of the schedule: a rank's row, or all rows in an order that does not deadlock."""
         # Micro-batches with equal layout numbers have equal message layouts; without weight they may get no gradient.
         layouts = zip(agreed.wire_layouts, step.shares, strict=True)
         self._exchange.begin(agreed.kind, [each if share else ~each for each, share in layouts], bound.receives)
-        result = bound.run(step, self._stopwatch if bound.kind.training else Stopwatch)
-        self.recorder.passed(ACTIONS)
-        self._exchange.finish()
-        return result
-
-    def _stopwatch(self) -> Stopwatch:
-        stopwatch = self.recorder.stopwatch()
-        self._gradients.watch(stopwatch)
-        return stopwatch
+        return bound.run(step)
 
     def _outcome(self, plan: Plan, loss: StepLoss, earlier: LossKind | None, is_agreed: bool) -> StepOutcome:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a

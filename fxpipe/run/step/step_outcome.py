@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import struct
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -142,8 +143,17 @@ def conclude(
 # --- The loss that the user gets, and on which the user may call backward by habit ---
 
 
+_HAS_GRADIENTS = (
+    "gradients are there already: the call that returned this loss has run forward and backward; leave .backward() "
+    "out. Gradients of several calls add up; for their mean give one call the larger batch, with more microbatches=, "
+    "or scale .grad before the optimizer steps. In place of a GradScaler, whose scale they were never multiplied by, "
+    "write compile(..., precision=fxpipe.Precision())"
+)
+
+
 class DetachedLoss(Tensor):
     """The loss of a step: a detached tensor whose ``.backward()`` raises, since the call has run the backward already.
+    It raises for a GradScaler that scales it, too.
 
     A multiple of a ``DetachedLoss`` is a ``DetachedLoss``, too, for ``(loss / k).backward()`` and loss scalers. All
     other results, and copies and pickles, are plain tensors.
@@ -153,14 +163,12 @@ class DetachedLoss(Tensor):
     __torch_function__ = plain_results
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RunError(
-            "gradients are there already: the call that returned this loss has run forward and backward; leave "
-            ".backward() out. Gradients of several calls add up; for their mean give one call the larger batch, with "
-            "more microbatches=, or scale .grad before the optimizer steps. In place of a GradScaler, whose scale they "
-            "were never multiplied by, write compile(..., precision=fxpipe.Precision())"
-        )
+        raise RunError(_HAS_GRADIENTS)
 
     def __mul__(self, other: Any) -> Any:
+        # GradScaler.scale: its step would divide gradients by a scale that they were never multiplied by.
+        if isinstance(sys._getframe(1).f_locals.get("self"), torch.amp.GradScaler):
+            raise RunError(_HAS_GRADIENTS)
         return detached(super().__mul__(other))
 
     def __rmul__(self, other: Any) -> Any:
