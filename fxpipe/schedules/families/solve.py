@@ -47,7 +47,7 @@ def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
     if problem.offloaded:
         # The memory limits what stays on the device: without copies the table may hold more.
         rows = solved(family, replace(problem, memory=None, offload=None))
-        return Chosen.like(rows, with_offload(rows, problem))
+        return Chosen.renamed(rows, with_offload(rows, problem))
     if not problem.recomputed:
         return placed_beside(family, problem)
     rows = placed_beside(family, reckoned(problem))
