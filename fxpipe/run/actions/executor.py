@@ -143,6 +143,8 @@ class Executor:
         # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
         for left in self.left_behind.values():
+            if left.offloaded is not None:
+                left.offloaded.arrive()
             left.saved = left.joined = left.recomputed = left.later = left.offloaded = None
 
     # for actions to bind to
