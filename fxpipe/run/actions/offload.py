@@ -90,7 +90,7 @@ class _Wrapped(_Saved):
     stride: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class Offloaded:
     """The activations of one forward of a stage.
 
@@ -131,11 +131,12 @@ class Offloaded:
         return len(self._memories), sum(memory.end - memory.begin for memory in self._memories.values())
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        if tensor.grad_fn is not None:
-            tensor = tensor.detach()
-        saved = self._away(tensor) if type(tensor) is Tensor else self._wrapped(tensor)
+        saved = None
+        apart = tensor if tensor.grad_fn is None else tensor.detach()  # which is no view any more
+        if not is_view_of_parameter(tensor):  # FSDP2's whole parameters are in no list
+            saved = self._away(apart) if type(apart) is Tensor else self._wrapped(apart)
         if saved is None:
-            return _Saved(tensor, version_of(tensor))
+            return _Saved(apart, version_of(apart))
         self._noted.append(saved)
         return saved
 
@@ -156,7 +157,8 @@ class Offloaded:
 
     def _away(self, tensor: Tensor) -> _Away | None:
         """Notes a plain tensor whose memory will leave; returns None for a tensor that stays."""
-        if not _is_plain(tensor) or tensor.device != self.copies.device or (own := storage_id(tensor)) in self.stays:
+        is_plain = tensor.layout is torch.strided and tensor.device == self.copies.device and not tensor.is_quantized
+        if not is_plain or (own := storage_id(tensor)) in self.stays:
             return None
         size, stride, offset, width = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.element_size()
         begin = offset * width
@@ -187,8 +189,8 @@ class Offloaded:
                 "outputs before its backward; leave the stage out of offload="
             )
         # Views, unlike other tensors of the same memory, count writes together.
-        if there._version != memory.version:
-            raise _written(saved.size, there._version, memory.version)
+        if version_of(there) != memory.version:
+            raise _written(saved.size, version_of(there), memory.version)
         width = saved.dtype.itemsize
         if uneven := there.numel() % width:  # tensors of a narrower type have used more of the storage
             there = there[:-uneven]
@@ -250,13 +252,6 @@ def storages(values: Iterable[Any]) -> set[int]:
             elif _is_wrapper(value):
                 found |= storages(getattr(value, name) for name in value.__tensor_flatten__()[0])  # type: ignore[attr-defined]
     return found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has plain memory that is not a parameter's: FSDP2's whole parameters are in no list."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return False
-    return not is_view_of_parameter(tensor)
 
 
 def _is_wrapper(tensor: Tensor) -> bool:
