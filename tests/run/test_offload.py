@@ -545,7 +545,7 @@ class WritesTheLast(Saves):
 def on_one_rank(make: Callable[[], nn.Module], cells: str) -> list[Tensor]:
     """Loss and gradients of two stages on a rank."""
     torch.manual_seed(0)
-    stages = {"first": make(), "last": squares}
+    stages = {"first": make(), "last": lambda y, h: h.sum()}  # which saves nothing
     graph = StageGraph.from_callables(stages, [("first", "last")], {"first": ["x"], "last": ["y"]})
     row = tuple(map(Action.parse, cells.split()))
     table = Schedule((row,), edges=((0, 1),), placement=(0, 0), backward=(True, True), microbatches=2)
