@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fxpipe.device import HostCopies, OnHost
 from fxpipe.errors import RunError
+from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat import is_view_of_parameter, storage_id, version_of
 
 _ALIGNED = 512
@@ -115,7 +116,7 @@ class Offloaded:
             RunError: the code inside differentiates with ``torch.func``, which refuses hooks of autograd.
         """
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with inputs_leave(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
