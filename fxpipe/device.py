@@ -121,17 +121,10 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self.device, self._is_beside = device, is_accelerator(device)
         self._unused: dict[int, list[Tensor]] = {}  # bytes → pages
+        self._streams: dict[bool, torch.Stream] = {}  # whether to the host → stream
         self.least = 2**16 if self._is_beside else 1
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
-
-    @functools.cached_property
-    def _to_host(self) -> torch.Stream:
-        return torch.Stream(self.device)
-
-    @functools.cached_property
-    def _to_device(self) -> torch.Stream:
-        return torch.Stream(self.device)
 
     def out(self, sources: Sequence[Tensor]) -> OnHost:
         """Starts copies of bytes to the host. After them, the memory of the sources may be freed."""
@@ -155,7 +148,7 @@ class HostCopies:
             _copy(hosts, parts, to_host)
             return None
         # The rank's stream has made the sources, and has ended with what had the targets' memory before.
-        stream = self._to_host if to_host else self._to_device
+        stream = self._streams.get(to_host) or self._streams.setdefault(to_host, torch.Stream(self.device))
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             _copy(hosts, parts, to_host)
@@ -165,6 +158,11 @@ class HostCopies:
         """Lets the device's current stream wait for the last copies."""
         if on_host.copied is not None:
             torch.accelerator.current_stream(self.device).wait_event(on_host.copied)
+
+    def wait_for_all(self) -> None:
+        """Lets the device's current stream wait for all copies, whose memory may then be freed."""
+        for stream in self._streams.values():
+            torch.accelerator.current_stream(self.device).wait_stream(stream)
 
     def reuse(self, on_host: OnHost) -> None:
         """Takes pages back. The device's current stream has waited for their last copies."""

@@ -142,9 +142,8 @@ class Executor:
         self.exchange.drop()
         # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
+        self.copies.wait_for_all()
         for left in self.left_behind.values():
-            if left.offloaded is not None:
-                left.offloaded.arrive()
             left.saved = left.joined = left.recomputed = left.later = left.offloaded = None
 
     # for actions to bind to

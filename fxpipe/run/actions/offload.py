@@ -234,11 +234,10 @@ class Offloaded:
             memory.there, memory.version = tensor, version_of(tensor)
 
     def arrive(self) -> None:
-        """Before B: the rank's stream waits for the copies back. From now on autograd alone holds the tensors. Also
-        after an error in a step, whose copies may still be under way."""
-        if self._on_host is not None:
-            self.copies.wait(self._on_host)
-            self.copies.reuse(self._on_host)
+        """Before B: the rank's stream waits for the copies back. From now on autograd alone holds the tensors."""
+        assert self._on_host is not None
+        self.copies.wait(self._on_host)
+        self.copies.reuse(self._on_host)
         self._noted, self._memories, self._on_host = [], {}, None
 
 
