@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -104,59 +105,100 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 
 
+@dataclass(slots=True)
+class OnHost:
+    """Bytes that were copied to the host. ``pieces``: where each source is, in one page or in several. ``copied``: the
+    event behind the last copy; None where the host itself copies."""
+
+    pages: list[Tensor]
+    pieces: list[list[Tensor]]
+    copied: torch.Event | None = None
+
+
 class HostCopies:
     """Copies between a device and the host's pinned memory, on a stream of their own each way.
 
     The host waits for no copy. On the CPU they are plain copies to other memory, which save nothing.
+
+    Pinned memory is taken in pages, and pages are used again: there are never more than were in use at once. A page has
+    ``page`` bytes; the last of a copy has the power of two that is enough, which is what torch would take for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._is_beside = device, is_accelerator(device)
-        self._unused: dict[int, list[Tensor]] = {}  # bytes → buffers of pinned memory
-        self.least = 2**16 if self._is_beside else 0
+        self._unused: dict[int, list[Tensor]] = {}  # bytes → pages
+        self._streams: dict[bool, torch.Stream] = {}  # whether to the host → stream
+        self.least = 2**16 if self._is_beside else 1
         """The fewest bytes of a tensor that are worth a copy."""
+        self.page = 2**25
 
-    @functools.cached_property
-    def _to_host(self) -> torch.Stream:
-        return torch.Stream(self.device)
+    def out(self, sources: Sequence[Tensor]) -> OnHost:
+        """Starts copies of bytes to the host. After them, the memory of the sources may be freed."""
+        on_host = self._laid_out([source.numel() for source in sources])
+        on_host.copied = self._copied(on_host.pieces, sources, to_host=True)
+        return on_host
 
-    @functools.cached_property
-    def _to_device(self) -> torch.Stream:
-        return torch.Stream(self.device)
+    def back(self, on_host: OnHost) -> list[Tensor]:
+        """Starts copies to new memory of the device. After them, the memory may be used."""
+        sizes = [sum(piece.numel() for piece in pieces) for pieces in on_host.pieces]
+        there = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+        on_host.copied = self._copied(on_host.pieces, there, to_host=False)
+        return there
 
-    def out(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
-        """Starts copies to the host. After the event, the memory of the sources may be freed."""
-        hosts = [self._buffer(source.numel()) for source in sources]
-        return hosts, self._copied(hosts, sources, to_host=True)
-
-    def back(self, hosts: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
-        """Starts copies to new memory of the device. After the event, the memory may be used."""
-        there = [torch.empty(host.numel(), dtype=torch.uint8, device=self.device) for host in hosts]
-        return there, self._copied(there, hosts, to_host=False)
-
-    def _copied(self, targets: Sequence[Tensor], sources: Sequence[Tensor], to_host: bool) -> torch.Event | None:
+    def _copied(self, hosts: Sequence[list[Tensor]], there: Sequence[Tensor], to_host: bool) -> torch.Event | None:
+        parts = [
+            [tensor] if len(pieces) == 1 else tensor.split([piece.numel() for piece in pieces])
+            for pieces, tensor in zip(hosts, there, strict=True)
+        ]
         if not self._is_beside:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
+            _copy(hosts, parts, to_host)
             return None
         # The rank's stream has made the sources, and has ended with what had the targets' memory before.
-        stream = self._to_host if to_host else self._to_device
+        stream = self._streams.get(to_host) or self._streams.setdefault(to_host, torch.Stream(self.device))
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+            _copy(hosts, parts, to_host)
         return stream.record_event()
 
-    def wait(self, event: torch.Event | None) -> None:
-        """Lets the device's current stream wait for copies."""
-        if event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(event)
+    def wait(self, on_host: OnHost) -> None:
+        """Lets the device's current stream wait for the last copies."""
+        if on_host.copied is not None:
+            torch.accelerator.current_stream(self.device).wait_event(on_host.copied)
 
-    def reuse(self, hosts: Iterable[Tensor]) -> None:
-        """Takes buffers back whose copies to the device the device's current stream has waited for."""
-        for host in hosts:
-            self._unused.setdefault(host.numel(), []).append(host)
+    def wait_for_all(self) -> None:
+        """Lets the device's current stream wait for all copies, whose memory may then be freed."""
+        for stream in self._streams.values():
+            torch.accelerator.current_stream(self.device).wait_stream(stream)
 
-    def _buffer(self, size: int) -> Tensor:
+    def reuse(self, on_host: OnHost) -> None:
+        """Takes pages back. The device's current stream has waited for their last copies."""
+        for page in on_host.pages:
+            self._unused.setdefault(page.numel(), []).append(page)
+
+    def _laid_out(self, sizes: Sequence[int]) -> OnHost:
+        """Takes memory of the host for so many bytes each, one behind the other."""
+        on_host, left = OnHost([], []), sum(sizes)
+        place = end = 0
+        for size in sizes:
+            pieces = list[Tensor]()
+            while size:
+                if place == end:
+                    on_host.pages.append(self._page(left))
+                    place, end = 0, on_host.pages[-1].numel()
+                part = min(size, end - place)
+                pieces.append(on_host.pages[-1][place : place + part])
+                place, size, left = place + part, size - part, left - part
+            on_host.pieces.append(pieces)
+        return on_host
+
+    def _page(self, least: int) -> Tensor:
+        size = min(self.page, 1 << (least - 1).bit_length())
         unused = self._unused.get(size)
         return unused.pop() if unused else torch.empty(size, dtype=torch.uint8, pin_memory=self._is_beside)
+
+
+def _copy(hosts: Sequence[Sequence[Tensor]], there: Sequence[Sequence[Tensor]], to_host: bool) -> None:
+    for pieces, parts in zip(hosts, there, strict=True):
+        for piece, part in zip(pieces, parts, strict=True):
+            target, source = (piece, part) if to_host else (part, piece)
+            target.copy_(source, non_blocking=True)

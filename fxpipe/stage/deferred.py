@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,38 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import HOOK_TABLES
+
+
+class _Entry(NamedTuple):
+    leaf: Tensor
+    value: Tensor
+
+
+def _enter(value: Tensor) -> _Entry:
+    leaf = value.detach().requires_grad_()
+    return _Entry(leaf, leaf)
+
+
+def _enter_without_memory(value: Tensor) -> _Entry:
+    """As ``_enter``, but the leaf, which lives until I, does not keep the value's memory."""
+    leaf = value.detach().requires_grad_()
+    entered = leaf.view_as(leaf)
+    leaf.data = leaf.new_empty(0)
+    return _Entry(leaf, entered)
+
+
+_inputs_leave: ContextVar[bool] = ContextVar("inputs_leave", default=False)
+
+
+@contextlib.contextmanager
+def inputs_leave() -> Iterator[None]:
+    """While the context is open, calls whose gradients are left to W hold no memory beside the tensors that autograd
+    saves, so that these can be offloaded."""
+    token = _inputs_leave.set(True)
+    try:
+        yield
+    finally:
+        _inputs_leave.reset(token)
 
 
 class DeferredCall(Protocol):
@@ -40,6 +73,8 @@ class Deferred:
     """
 
     def __init__(self) -> None:
+        self.enter = _enter_without_memory if _inputs_leave.get() else _enter
+        """A call's input → the leaf at which its gradient arrives, and the value that the call computes with."""
         self._roots: list[GradientEdge] = []
         self._seeds: list[Tensor] = []
         self._parameters: dict[int, Tensor] = {}
@@ -125,14 +160,19 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
         if not (_uses_each_once(*args, **kwargs) if is_attention else len(ends) == len(set(map(id, ends.values())))):
             return run(*args, **kwargs)
         # detached from the stage's graph: backward through the call ends here, and _Join continues
-        cut = {id(leaf): leaf.detach().requires_grad_() for leaf in ends.values()}
+        cut = {id(leaf): deferred.enter(leaf) for leaf in ends.values()}
         for index, leaf in ends.items():
-            leaves[index] = cut[id(leaf)]
+            leaves[index] = cut[id(leaf)].value
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         results, shape = pytree.tree_flatten(run(*args, **kwargs))
         places = [index for index, result in enumerate(results) if isinstance(result, Tensor) and result.requires_grad]
         if places:
-            own = _OwnGraph(deferred, used, list(cut.values()), [get_gradient_edge(results[index]) for index in places])
+            own = _OwnGraph(
+                deferred,
+                used,
+                [entry.leaf for entry in cut.values()],
+                [get_gradient_edge(results[index]) for index in places],
+            )
             values = [results[index].detach() for index in places]
             sources = {id(leaf): leaf for leaf in ends.values()}.values()
             anchor = torch.empty(0, requires_grad=True)

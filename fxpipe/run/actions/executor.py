@@ -133,6 +133,7 @@ class Executor:
         self.exchange.drop()
         # In place: bound actions have this very list.
         self.slots[:] = [NOT_MADE] * len(self.slots)
+        self.copies.wait_for_all()
         for residuals in self.residuals.values():
             residuals.saved = residuals.joined = residuals.recomputed = residuals.later = residuals.offloaded = None
 

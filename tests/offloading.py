@@ -1,0 +1,40 @@
+"""Tables in which activations wait in the host's memory, of any family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fxpipe.schedules import SCHEDULES, Costs
+from fxpipe.schedules.action import Action
+from fxpipe.schedules.families.offload import with_offload
+from fxpipe.schedules.families.problem import Problem
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
+
+Rows = Sequence[Sequence[Action]]
+
+
+@dataclass(frozen=True)
+class Offloading:
+    """A family. All that has a backward leaves right behind its F, and comes back right before its B or I. With
+    ``costs``, as few micro-batches leave as a plan gains by, within ``memory`` if that is given."""
+
+    family: str
+    costs: Costs | None = None
+    memory: tuple[float, ...] | None = None
+
+    def __call__(self, problem: Problem) -> Rows:
+        rows = SCHEDULES[self.family](problem)
+        leaving = {stage for stage, has in enumerate(problem.backward) if has} - problem.recomputed
+        if self.costs is None:
+            return [[cell for action in row for cell in _moved(action, leaving)] for row in rows]
+        marks = tuple(stage in leaving for stage in range(len(problem.placement)))
+        return with_offload(rows, replace(problem, offload=marks, costs=self.costs, memory=self.memory))
+
+
+def _moved(action: Action, leaving: set[int]) -> list[Action]:
+    if action.stage in leaving and action.kind.messages is FORWARD:
+        return [action, action._replace(kind=Kind.O)]
+    if action.stage in leaving and action.kind.messages is BACKWARD:
+        return [action._replace(kind=Kind.P), action]
+    return [action]
