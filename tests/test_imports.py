@@ -26,14 +26,16 @@ ROOT = Path(__file__).parents[1]
 FLOORS = """
     device small_file torch_compat
     errors notebook packed policies precision progress seeds hardware labels validation
-    options plain_data
+    plain_data
     like
     stage
     graph schedules
     distributed passes trace
     batch
     trace.checks
-    parameters search checkpoint.files
+    parameters checkpoint.files
+    options
+    search
     numerics
     capture
     plan

@@ -42,7 +42,7 @@ def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Sched
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
     if isinstance(options.schedule, Schedule) and pattern.training:
-        return _given(options, graph, pattern.microbatches, tied)
+        return _given(options.schedule, options, graph, pattern.microbatches, tied)
     make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((False,) * len(graph))
@@ -80,9 +80,10 @@ def _tells_bytes(costs: Costs | None) -> bool:
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
-def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]) -> Schedule:
+def _given(
+    table: Schedule, options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
+) -> Schedule:
     """The user's own table, checked and completed for this graph."""
-    table: Schedule = options.schedule
     if options.recompute:
         raise ScheduleError(
             "the schedule given says itself what is recomputed, by its cells R (as 0R3); leave recompute= out, or "
@@ -124,7 +125,7 @@ def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Mak
             'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
             "will be passed in calls; for stages of your own, name them: recompute=[...]"
         )
-    return _fewest(graph, make, work, planned.options.device.memory or 0.0)
+    return planned.options.within_memory(lambda memory: _fewest(graph, make, work, memory or 0.0))
 
 
 def saving(planned: Planned, work: Staged | None) -> str:
