@@ -183,7 +183,7 @@ def taking(arguments: Callable[P, Arguments]) -> Callable[[Callable[[Arguments],
     def decorate(function: Callable[[Arguments], Result]) -> Callable[P, Result]:
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> Result:
-            for name in options.keys() & RENAMED.keys():
+            for name in filter(RENAMED.__contains__, options):
                 raise TypeError(f"{name}= is an option of fxpipe 0.2; write {RENAMED[name]}")
             try:
                 signature.bind(*args, **options)
