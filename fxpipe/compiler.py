@@ -56,10 +56,9 @@ class CompileArguments(Options):
 
 
 @dataclass(frozen=True, eq=False)
-class PreviewArguments(Options):
+class PreviewArguments(CompileArguments):
     """The parameters of ``preview``."""
 
-    model: nn.Module | StageGraph
     topo: Topology
     optimizer: str | Callable[..., torch.optim.Optimizer] = field(default="adamw", kw_only=True)
     shows_nearest = True  # its table says which rank has too much, and of what
@@ -187,7 +186,7 @@ def preview(given: PreviewArguments) -> Preview:
         return preview_of(planning, stepping, parts)
 
 
-def _with_loss(given: CompileArguments | PreviewArguments) -> nn.Module | StageGraph:
+def _with_loss(given: CompileArguments) -> nn.Module | StageGraph:
     return given.model if isinstance(given.model, StageGraph) else with_loss(given.model, given.loss_fn)
 
 

@@ -269,8 +269,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Packed | Offsets):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
-        return f"{type(value).__name__} {describe_value(values)}"
+        return f"{type(value).__name__} {describe_value(vars(value))}"
     # The repr of other values differs between processes: describes functions by name, other objects by class.
     while isinstance(value, functools.partial):
         value = value.func
