@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fxpipe.stage.loss import Sum
     from fxpipe.trace import TRACERS
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "SCHEDULES",

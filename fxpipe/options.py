@@ -1,21 +1,31 @@
-"""Options: the options of ``fxpipe.compile``. ``Options`` declares each option with its default, and checks its value.
+"""Options: the options of ``fxpipe.compile`` and ``fxpipe.preview``.
 
-A new option is a field of ``Options`` and a parameter of ``compile``, which type checkers read; a test compares both.
+``Options`` declares each option once, with its type and its default, and checks its value. ``taking`` gives a function
+these options as its parameters. A new option is a field of ``Options`` and an entry of ``compile``'s docstring.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast
 
-from fxpipe.errors import RunError
+from torch import nn
+
+from fxpipe.errors import DoesNotFit, RunError
+from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
 from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
+from fxpipe.parameters.weights import Weights
 from fxpipe.policies import CHECKS, LEVEL, Checks, TracerName, Tracing, Zero, ZeroLevel
 from fxpipe.precision import Precision
+from fxpipe.schedules import Family, ScheduleName
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import (
     Expected,
     check,
@@ -28,41 +38,44 @@ from fxpipe.validation import (
     one_or_each,
 )
 
+P = ParamSpec("P")
+Arguments = TypeVar("Arguments")
+Result = TypeVar("Result")
 AUTO = "auto"
 Recompute = bool | Sequence[str] | Literal["auto"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Options:
-    """The options of ``compile``, whose docstring explains each option.
-
-    Options of type ``Any`` belong to higher packages (a schedule, boundaries, passes, weights), which look names up.
+    """The options of ``compile`` and ``preview``, which ``compile``'s docstring explains.
 
     Raises:
         RunError: a value is out of its range, or conflicts with another option.
     """
 
     loss_fn: Callable[..., Any] | None = None
-    boundaries: Any = ()
+    boundaries: Boundaries = ()
     microbatches: int | None = None
-    batch_dim: BatchDim = 0
-    schedule: Any = "1f1b"
-    placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
-    tracer: TracerName | Tracing = "auto"
     example_args: Sequence[Any] | None = None
     example_kwargs: Mapping[str, Any] | None = None
-    zero: ZeroLevel | Zero = 0
-    precision: Precision | None = None
+    batch_dim: BatchDim = 0
     loss_weight: Callable[..., Any] | None = None
+    schedule: ScheduleName | Family | Schedule = "1f1b"
+    placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
     recompute: Recompute = False
     offload: Recompute = False
     hardware: Hardware | str | None = None
-    init_fn: Callable[..., Any] | None = None
-    checkpoint: Any = None
+    zero: ZeroLevel | Zero = 0
+    precision: Precision | None = None
+    checkpoint: str | os.PathLike[str] | Weights | None = None
+    init_fn: Callable[[nn.Module], None] | None = None
     parallelize: Callable[..., None] | None = None
-    stage_compiler: Callable[..., Any] | None = None
+    tracer: TracerName | Tracing = "auto"
     checks: Checks = CHECKS
-    passes: Sequence[Any] | None = None
+    stage_compiler: Callable[..., Any] | None = None
+    passes: Sequence[Callable[[Program], Program]] | None = None
+    shows_nearest: ClassVar[bool] = False
+    """Whether the nearest plan replaces an error if no plan fits the memory."""
 
     def __post_init__(self) -> None:
         # A default needs no check; None is the default of many options.
@@ -83,12 +96,6 @@ class Options:
         if self.parallelize is not None:
             self._check_parallelize()
 
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any], **more: Any) -> Options:
-        """Returns the options among a function's parameters: the ``locals()`` of the function's first line."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in parameters.items() if name in names}, **more)
-
     @cached_property
     def sharding(self) -> Zero:
         """``zero`` as a policy."""
@@ -103,6 +110,16 @@ class Options:
     def device(self) -> Hardware:
         """``hardware`` as figures. A plan may not exceed ``device.memory``, unless it is None."""
         return Hardware.of(self.hardware)
+
+    def within_memory(self, plan: Callable[[float | None], Result]) -> Result:
+        """The result of ``plan`` for the memory of a rank, or for the least bytes of its error if nothing fits and
+        ``shows_nearest``."""
+        try:
+            return plan(self.device.memory)
+        except DoesNotFit as error:
+            if not self.shows_nearest:
+                raise
+            return plan(error.least_bytes)
 
     @property
     def has_example(self) -> bool:
@@ -120,7 +137,7 @@ class Options:
     def facts(self) -> dict[str, str]:
         """Option → description of its value, for options that must be equal on all ranks. Functions are compared by
         name and line, without their closures; ranks compare the resulting programs later."""
-        names = [field.name for field in fields(self) if field.name not in _OF_ONE_RANK]
+        names = [field.name for field in fields(Options) if field.name not in _OF_ONE_RANK]
         return {name: describe_value(getattr(self, name)) for name in names}
 
     def _check_both(self) -> None:
@@ -156,6 +173,56 @@ class Options:
                 "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts "
                 "of the stage in parallelize"
             )
+
+
+def taking(arguments: Callable[P, Arguments]) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:
+    """Makes a function of one value, of the class ``arguments``, a function of the fields of this class.
+
+    Type checkers read the parameters from the class. ``inspect.signature`` and ``help`` show them with their defaults.
+
+    >>> @dataclass(frozen=True)
+    ... class Arguments:
+    ...     zero: int = 0
+    >>> @taking(Arguments)
+    ... def compile(given: Arguments) -> int:
+    ...     return given.zero
+    >>> compile(zero=1), str(inspect.signature(compile))
+    (1, "(zero: 'int' = 0) -> 'int'")
+
+    Raises:
+        TypeError: an argument is missing or has an unknown name. For an option of fxpipe 0.2, it says what to write.
+    """
+    signature = inspect.signature(arguments)
+
+    def decorate(function: Callable[[Arguments], Result]) -> Callable[P, Result]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> Result:
+            for name in filter(RENAMED.__contains__, options):
+                raise TypeError(f"{name}= is an option of fxpipe 0.2; write {RENAMED[name]}")
+            try:
+                signature.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(arguments(*args, **options))
+
+        result = function.__annotations__["return"]
+        call.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+RENAMED: Mapping[str, str] = {
+    "zero_scope": 'zero=fxpipe.Zero(1, scope="data")',
+    "bucket_cap_mb": "zero=fxpipe.Zero(1, bucket_mb=25)",
+    "auto_opaque": 'tracer=fxpipe.Tracing("auto", opaque=False)',
+    "check_capture": 'tracer=fxpipe.Tracing("auto", check=False)',
+    "check_batches": "checks=fxpipe.Checks(batches=False)",
+    "error_if_nonfinite": 'checks=fxpipe.Checks(nonfinite="raise")',
+    "timeout": "checks=fxpipe.Checks(timeout=300)",
+    "memory_per_rank": "hardware=fxpipe.Hardware(memory=80e9)",
+}
+"""The options of fxpipe 0.2 that are parts of other options now → what to write."""
 
 
 _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
@@ -220,8 +287,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, Packed | Offsets):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
-        return f"{type(value).__name__} {describe_value(values)}"
+        return f"{type(value).__name__} {describe_value(vars(value))}"
     # The repr of other values differs between processes: describes functions by name, other objects by class.
     while isinstance(value, functools.partial):
         value = value.func

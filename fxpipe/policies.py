@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from fxpipe.errors import RunError
 from fxpipe.validation import Expected, check, is_flag, is_number, is_text, is_whole
 
-P = ParamSpec("P")
-R = TypeVar("R")
 TracerName = Literal["auto", "symbolic", "export", "record"]
 ZeroLevel = Literal[0, 1, 2, 3]
 ZeroScope = Literal["node", "data"]
@@ -111,28 +108,3 @@ _FITTING: Mapping[str, Expected] = {
 
 CHECKS = Checks()
 """The default of ``checks=``."""
-
-RENAMED: Mapping[str, str] = {
-    "zero_scope": 'zero=fxpipe.Zero(1, scope="data")',
-    "bucket_cap_mb": "zero=fxpipe.Zero(1, bucket_mb=25)",
-    "auto_opaque": 'tracer=fxpipe.Tracing("auto", opaque=False)',
-    "check_capture": 'tracer=fxpipe.Tracing("auto", check=False)',
-    "check_batches": "checks=fxpipe.Checks(batches=False)",
-    "error_if_nonfinite": 'checks=fxpipe.Checks(nonfinite="raise")',
-    "timeout": "checks=fxpipe.Checks(timeout=300)",
-    "memory_per_rank": "hardware=fxpipe.Hardware(memory=80e9)",
-}
-"""The options of fxpipe 0.2 that are parts of other options now → what to write."""
-
-
-def naming_replaced(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises a TypeError for an option of fxpipe 0.2 with what to write in its place."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        for name in options:
-            if name in RENAMED:
-                raise TypeError(f"{name}= is an option of fxpipe 0.2; write {RENAMED[name]}")
-        return function(*args, **options)
-
-    return call

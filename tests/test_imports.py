@@ -23,13 +23,13 @@ from tests.scripts import Scripts
 ROOT = Path(__file__).parents[1]
 
 GROUND = set(
-    "device errors hardware labels no_gc notebook options packed patches plain_data policies precision progress "
+    "device errors hardware labels no_gc notebook packed patches plain_data policies precision progress "
     "seeds small_file snapshots specs tensors torch_compat user_line validation".split()
 )
 """What every package may import; nothing in it imports another package."""
 PACKAGES = (
-    "stage graph schedules passes distributed batch checkpoint trace parameters search numerics capture sharding plan "
-    "forecast run compiler __init__ loops doctor __main__".split()
+    "stage graph schedules passes distributed batch checkpoint trace parameters options search numerics capture "
+    "sharding plan forecast run compiler __init__ loops doctor __main__".split()
 )
 """Each imports the ground and packages before it."""
 

@@ -1,12 +1,16 @@
-"""Options: every option stands in one place, and in the signatures that an editor shows."""
+"""Options: every option is declared in one place, and is in the signatures that an editor shows."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import itertools
+import pydoc
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -15,8 +19,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.options import Options
-from fxpipe.policies import RENAMED, Checks, TracerName, Tracing, Zero, ZeroLevel, ZeroScope
+from fxpipe.options import RENAMED, Options
+from fxpipe.policies import Checks, TracerName, Tracing, Zero, ZeroLevel, ZeroScope
 from fxpipe.schedules import ScheduleName
 
 FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
@@ -28,26 +32,64 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
     return {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
-def test_compile_takes_the_options_with_their_defaults_and_in_their_order() -> None:
+def test_compile_and_preview_take_the_options_with_their_defaults_and_in_their_order() -> None:
+    assert len(FIELDS) == 21
     assert list(options_of(fxpipe.compile).items()) == list(FIELDS.items())
+    assert list(options_of(fxpipe.preview).items()) == [*FIELDS.items(), ("optimizer", "adamw")]
 
 
-def test_preview_takes_some_of_them() -> None:
-    own = {"optimizer": "adamw"}
-    assert options_of(fxpipe.preview).items() <= (FIELDS | own).items()
+@pytest.mark.parametrize(("function", "result"), [(fxpipe.compile, "ForwardBackward"), (fxpipe.preview, "Preview")])
+def test_help_shows_each_parameter_with_its_type_and_its_default(function: Callable[..., Any], result: str) -> None:
+    text = pydoc.plain(pydoc.render_doc(function))
+    assert f"{function.__name__}(model: 'nn.Module | StageGraph', topo: 'Topology" in text
+    for field in dataclasses.fields(Options):
+        assert f"{field.name}: {field.type!r} = {field.default!r}" in text
+    assert f") -> '{result}'" in text
+    assert inspect.getdoc(function) in inspect.cleandoc(text.replace("\n    ", "\n"))
 
 
-@pytest.mark.parametrize("function", [fxpipe.compile, fxpipe.preview])
-def test_an_option_has_the_same_type_as_a_parameter_and_as_a_field(function: Callable[..., Any]) -> None:
-    """Fields that are or hold ``Any`` belong to packages above."""
-    types = {field.name: field.type for field in dataclasses.fields(Options) if "Any" not in str(field.type)}
-    for name, parameter in inspect.signature(function).parameters.items():
-        assert parameter.annotation == types.get(name, parameter.annotation), name
+def test_the_docstring_of_compile_explains_each_option_in_three_lines_at_most() -> None:
+    arguments = (inspect.getdoc(fxpipe.compile) or "").split("Args:\n")[1].split("\n\n")[0]
+    entries = re.findall(r"^    (\w+): (?:.*)(?:\n     .*)*", arguments, re.MULTILINE)
+    assert entries == ["model", "topo", *FIELDS]
+    lines = [entry.count("\n") + 1 for entry in re.split(r"\n(?=    \w)", arguments)]
+    assert max(lines) <= 3
 
 
-def test_each_option_is_told_of_by_the_docstring_of_compile() -> None:
-    told = inspect.getdoc(fxpipe.compile) or ""
-    assert [name for name in FIELDS if name not in told] == []
+@pytest.mark.long
+def test_a_type_checker_sees_the_parameters(tmp_path: Path) -> None:
+    """mypy takes what fits and refuses the rest, as for a function with the options in its def."""
+    calls = {
+        "compile(model, topo, zero=1, boundaries=['0'])": "",
+        "compile(model=model, topo=topo)": "",
+        "preview(model, topo, optimizer='sgd')": "",
+        "compile(model, topo, zeroo=1)": 'Unexpected keyword argument "zeroo" for "compile"; did you mean "zero"?',
+        "compile(model, topo, microbatches='4')": 'Argument "microbatches" to "compile" has incompatible type "str"',
+        "compile(model)": 'Missing positional argument "topo" in call to "compile"',
+        "compile(model, topo, None)": 'Too many positional arguments for "compile"',
+    }
+    pytest.importorskip("mypy")
+    head = ["import fxpipe", "from torch import nn", "model, topo = nn.Linear(3, 3), fxpipe.Topology([('pipe', 1)])"]
+    script = tmp_path / "script.py"
+    script.write_text("\n".join([*head, *(f"fxpipe.{call}" for call in calls)]) + "\n")
+    words = "-m", "mypy", "--strict", "--follow-imports=silent", "--cache-dir", ".mypy_cache", str(script)
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    told = dict(re.findall(r"script.py:(\d+): error: (.*)", done.stdout))
+    for number, wanted in enumerate(calls.values(), len(head) + 1):
+        assert told.get(str(number), "").startswith(wanted) if wanted else str(number) not in told, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: fxpipe.compile(None), "compile() missing a required argument: 'topo'"),  # type: ignore[call-arg, arg-type]
+        (lambda: fxpipe.preview(1, 2, zeroo=1), "preview() got an unexpected keyword argument 'zeroo'"),  # type: ignore[call-arg, arg-type]
+        (lambda: fxpipe.compile(1, 2, 3), "compile() too many positional arguments"),  # type: ignore[call-arg, arg-type]
+    ],
+)
+def test_wrong_arguments_are_a_type_error_of_the_function(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(told)}$"):
+        call()
 
 
 def test_a_type_checker_knows_the_names_that_there_are() -> None:

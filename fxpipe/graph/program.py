@@ -15,6 +15,7 @@ from torch.fx import Node
 from fxpipe.graph.boundary import Gather, Gathered, boundary, boundary_label
 from fxpipe.graph.question import Answers
 from fxpipe.seeds import Generators
+from fxpipe.snapshots.snapshot import Memo
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import CHECKS
 
@@ -22,8 +23,6 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 """The shape of each leaf of a value; None for a leaf that is no tensor."""
 SizeGuard = Callable[[Sequence[Any]], bool]
 """A function of the inputs' tensors, in order, each a value with ``size()``, ``stride()`` and ``storage_offset()``."""
-Memo = tuple[dict[str, Any], str, Any]
-"""(the dict of the attributes of a module or an object, a name, a value)"""
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` of ``x += y`` and similar: each function writes its first argument, and returns it."""
 

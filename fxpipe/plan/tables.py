@@ -50,7 +50,7 @@ def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Sched
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
     if isinstance(options.schedule, Schedule) and pattern.training:
-        return _given(options, graph, pattern.microbatches, tied)
+        return _given(options.schedule, options, graph, pattern.microbatches, tied)
     make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((KEEP,) * len(graph), None)
@@ -109,9 +109,10 @@ def _tells_bytes(costs: Costs | None) -> bool:
     return costs is not None and {costs.activation_bytes, costs.input_bytes, costs.deferred_bytes} != {None}
 
 
-def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]) -> Schedule:
+def _given(
+    table: Schedule, options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
+) -> Schedule:
     """The user's own table, checked and completed for this graph."""
-    table: Schedule = options.schedule
     for wanted, option, what in (
         (options.recompute, "recompute", "recomputed, by its cells R (as 0R3)"),
         (options.offload, "offload", "offloaded, by its cells O and P (as 0O3 and 0P3)"),
@@ -144,7 +145,7 @@ def _choice(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -
     if work is None and (is_auto or options.offload is True):
         raise no_costs('recompute="auto"' if options.recompute == AUTO else f"offload={options.offload!r}")
     if work is not None and is_auto:
-        return searched_choice(options, graph, make, work, options.device.memory or 0.0)
+        return options.within_memory(lambda memory: searched_choice(options, graph, make, work, memory or 0.0))
     keep = (KEEP,) * len(graph)
     return named_choice(options, graph, lambda: worthwhile(make(keep, None)))
 

@@ -384,13 +384,16 @@ class Balancing:
                 'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '
                 "will be passed in calls"
             )
+        assert not isinstance(self.options.schedule, Schedule)  # a table has its own placement
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
-            options = self.memory, self.options.recompute
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
-            balanced = balance(*arguments, *options, several=True, recut=recut, placement=None if recut else placement)
+            how = self.options.recompute, True, recut, None if recut else placement
+            # Offload decides later how much of the activations is on the device.
+            within = self.memory is not None
+            balanced = self.options.within_memory(lambda memory: balance(*arguments, memory if within else None, *how))
         if balanced.others:
             log(str(balanced))
         return balanced

@@ -22,22 +22,22 @@ from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import HOOK_TABLES
 
 
-class _Entry(NamedTuple):
+class _LeafInput(NamedTuple):
     leaf: Tensor
     value: Tensor
 
 
-def _enter(value: Tensor) -> _Entry:
+def _enter(value: Tensor) -> _LeafInput:
     leaf = value.detach().requires_grad_()
-    return _Entry(leaf, leaf)
+    return _LeafInput(leaf, leaf)
 
 
-def _enter_without_memory(value: Tensor) -> _Entry:
+def _enter_without_memory(value: Tensor) -> _LeafInput:
     """As ``_enter``, but the leaf, which lives until I, does not keep the value's memory."""
     leaf = value.detach().requires_grad_()
     entered = leaf.view_as(leaf)
     leaf.data = leaf.new_empty(0)
-    return _Entry(leaf, entered)
+    return _LeafInput(leaf, entered)
 
 
 _inputs_leave: ContextVar[bool] = ContextVar("inputs_leave", default=False)

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
-from fxpipe.graph.program import Memo
 from fxpipe.patches import patched
 from fxpipe.snapshots.contents import alike, contents
+from fxpipe.snapshots.snapshot import Memo
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat.tensors import version_of

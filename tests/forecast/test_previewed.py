@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import Hardware, Preview, RunError, Topology, stage_boundary
+from fxpipe.capture.capturing import Capturing
 from fxpipe.search.choose import Balanced
 from fxpipe.trace import NEED_SHAPES, TRACERS
 from tests.activations import counted as activations_counted
@@ -125,11 +126,15 @@ def test_a_limit_counts_zero_and_precision_too() -> None:
         assert f"{max(rank.total for rank in plan.ranks) / limit:.0%}" in str(plan)
 
 
-def test_where_nothing_fits_compile_raises_and_preview_shows_the_nearest_plan() -> None:
+def test_where_nothing_fits_compile_raises_and_preview_shows_the_nearest_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"boundaries": "auto", "microbatches": 2, "hardware": Hardware(memory=1000)}
     with pytest.raises(fxpipe.PartitionError, match=r"no balance fits into 1,000 bytes a rank; .* is [\d,]+ bytes"):
         fxpipe.compile(Layers(), ALONE, example_args=(torch.randn(ROWS, WIDTH),), **options)
+    captured = []
+    capture = Capturing._capture
+    monkeypatch.setattr(Capturing, "_capture", lambda *args: captured.append(args) or capture(*args))
     plan = preview(**options)
+    assert len(captured) == 1  # the search goes on to the nearest plan with the same capture
     unlimited = preview(**options | {"hardware": None})
     most, fewest = (max(rank.total for rank in each.ranks) for each in (unlimited, plan))
     assert plan.fits is False
@@ -509,6 +514,13 @@ def test_one_table_and_a_line_for_each_rank_are_printed() -> None:
 def test_what_cannot_be_meant_is_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(RunError, match=re.escape(told)):
         preview(**options)
+
+
+def test_options_that_change_no_plan_are_taken_and_do_nothing() -> None:
+    never: Any = pytest.fail
+    others: dict[str, Any] = {"checkpoint": "nowhere", "init_fn": never, "loss_weight": never, "stage_compiler": never}
+    told = preview(**others, checks=fxpipe.Checks(timeout=1))
+    assert str(told) == str(preview())
 
 
 def test_an_optimizer_of_whole_parameters_has_no_shards_of_rows_to_step() -> None:

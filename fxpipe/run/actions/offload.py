@@ -10,7 +10,7 @@ the batch, which the caller holds; tensors of less than ``HostCopies.least`` byt
 tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested tensor, leaves
 by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor tensors in attributes of a ``ctx``.
 
-Autograd does not check versions where hooks pack tensors, so ``_Saved`` does. A tensor that is written before O is an
+Autograd does not check versions where hooks pack tensors, so ``_SavedTensor`` does. A tensor that is written before O is an
 error in B, as without offload. A write after O is none: the host has the values that autograd saved.
 """
 
@@ -57,7 +57,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd has saved, and its version then. ``tensor``: without its node, with which it would be a
     cycle; None from O on, if its memory has left."""
 
@@ -70,7 +70,7 @@ class _Saved:
 
 
 @dataclass(slots=True)
-class _Away(_Saved):
+class _Away(_SavedTensor):
     """A saved tensor whose memory leaves, and its place in the memory."""
 
     memory: _Memory
@@ -81,11 +81,11 @@ class _Away(_Saved):
 
 
 @dataclass(slots=True)
-class _Wrapped(_Saved):
+class _Wrapped(_SavedTensor):
     """A saved tensor of a subclass, by its parts."""
 
     like: type
-    parts: dict[str, _Saved]
+    parts: dict[str, _SavedTensor]
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -131,13 +131,13 @@ class Offloaded:
         """The number of storages that leave, and their bytes."""
         return len(self._memories), sum(memory.end - memory.begin for memory in self._memories.values())
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         saved = None
         apart = tensor if tensor.grad_fn is None else tensor.detach()  # which is no view any more
         if not is_view_of_parameter(tensor):  # FSDP2's whole parameters are in no list
             saved = self._away(apart) if type(apart) is Tensor else self._wrapped(apart)
         if saved is None:
-            return _Saved(apart, version_of(apart))
+            return _SavedTensor(apart, version_of(apart))
         self._noted.append(saved)
         return saved
 
@@ -147,14 +147,14 @@ class Offloaded:
             return None
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
-        if all(type(part) is _Saved for part in parts.values()):
+        if all(type(part) is _SavedTensor for part in parts.values()):
             return None
         return _Wrapped(tensor, version_of(tensor), type(tensor), parts, context, tensor.size(), tensor.stride())
 
-    def _part(self, tensor: Tensor) -> _Saved:
+    def _part(self, tensor: Tensor) -> _SavedTensor:
         # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays.
         is_whole = not (tensor.is_floating_point() or tensor.is_complex() or _is_wrapper(tensor))
-        return _Saved(tensor, version_of(tensor)) if is_whole else self._pack(tensor)
+        return _SavedTensor(tensor, version_of(tensor)) if is_whole else self._pack(tensor)
 
     def _away(self, tensor: Tensor) -> _Away | None:
         """Notes a plain tensor whose memory will leave; returns None for a tensor that stays."""
@@ -173,7 +173,7 @@ class Offloaded:
             memory.leaves = False
         return _Away(tensor, version_of(tensor), memory, tensor.dtype, size, stride, offset)
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _SavedTensor) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
         if saved.tensor is not None:
             if saved.is_written:

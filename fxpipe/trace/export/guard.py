@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.graph.program import Memo
 from fxpipe.patches import Patch
 from fxpipe.seeds import RandomState
-from fxpipe.snapshots.snapshot import forget, storage_of
+from fxpipe.snapshots.snapshot import Memo, forget, storage_of
 from fxpipe.torch_compat.autograd import function_apply
 from fxpipe.torch_compat.export import PythonKeyTracer, import_dynamo
 from fxpipe.torch_compat.modules import RECURRENT_CACHES
