@@ -31,7 +31,7 @@ from fxpipe.parameters.materialise import weights_of
 from fxpipe.parameters.weights import Weights
 from fxpipe.passes.chain import Pass
 from fxpipe.plan.example import check_model, previewed
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import first_plan_together
 from fxpipe.policies import CHECKS, Checks, TracerName, Tracing, Zero, ZeroLevel, naming_replaced
 from fxpipe.precision import Precision
@@ -157,16 +157,16 @@ def compile(
     # on a CPU, taking a time costs almost nothing
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     model = model if isinstance(model, StageGraph) else with_loss(model, loss_fn)
-    planning = PlanState.empty(model, options, topology, connected.device)
+    plans = Plans.empty(model, options, topology, connected.device)
     weights = weights_of(checkpoint)
     # From here on, if a rank fails, all ranks raise, and no rank waits for the failed rank.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
-        planning = first_plan_together(transport, planning, options)
-        if over := over_the_limit(planning):
+        plans = first_plan_together(transport, plans, options)
+        if over := over_the_limit(plans):
             log(f"fxpipe: {over}")
-        planning, state = make_rank_state(planning, transport, init_fn, weights)
-    return ForwardBackward(transport, planning, state)
+        plans, rank_state = make_rank_state(plans, transport, init_fn, weights)
+    return ForwardBackward(transport, plans, rank_state)
 
 
 @naming_replaced
@@ -230,9 +230,9 @@ def preview(
 
     @paused()
     def preview_at(options: Options) -> Preview:
-        planning = previewed(PlanState.empty(model, options, topo, device), options)
-        parts = {} if parallelize is None else parts_of(planning.first.graph, topo, parallelize)
-        return preview_of(planning, stepping, parts)
+        plans = previewed(Plans.empty(model, options, topo, device), options)
+        parts = {} if parallelize is None else parts_of(plans.first.graph, topo, parallelize)
+        return preview_of(plans, stepping, parts)
 
     try:
         return preview_at(options)

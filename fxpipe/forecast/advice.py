@@ -10,7 +10,7 @@ from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.plan.placement import Place
-from fxpipe.plan.plan_state import WORTH_IT, PlanState
+from fxpipe.plan.plans import WORTH_IT, Plans
 from fxpipe.plan.tables import choose_table
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
@@ -45,11 +45,11 @@ class Advice:
     __repr__ = __str__
 
 
-def advise(planning: PlanState, costs: Costs) -> Advice:
+def advise(plans: Plans, costs: Costs) -> Advice:
     """The change that helps most for the first plan, at each stage's measured costs."""
-    graph, schedule, options = planning.first.graph, planning.first.schedule, planning.options
+    graph, schedule, options = plans.first.graph, plans.first.schedule, plans.options
     family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
-    staged = None if planning.shown is None else planning.captures.stage_work(planning.shown, graph.placement)
+    staged = None if plans.shown is None else plans.captures.stage_work(plans.shown, graph.placement)
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
     if options.recompute is True:  # by the placement: where it saves memory
@@ -59,16 +59,16 @@ def advise(planning: PlanState, costs: Costs) -> Advice:
     now = judge.staged(layout)
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
-    if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
-        anew = replace(planning.with_captures(searched=None), plans={}, again=None)
-        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), planning.shown)
+    if best is not None and plans.shown is not None:  # compile may make another table, or recompute other stages
+        anew = replace(plans.with_captures(searched=None), by_pattern={}, again=None)
+        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), plans.shown)
         planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
         best = best if best.seconds < seconds * (1 - WORTH_IT) else None
     after = graph.placement if best is None else best.layout.rank_of
     moves = zip(graph.names, after, graph.placement, strict=True)
     moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]
-    is_auto = planning.captures.balancing.finds_cuts
+    is_auto = plans.captures.balancing.finds_cuts
     note = "write boundaries=forward_backward.cuts, " if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
     return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)

@@ -16,7 +16,7 @@ from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
-from fxpipe.plan.plan import Plan, Planned
+from fxpipe.plan.plan import Plan, PlansSoFar
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
@@ -34,39 +34,39 @@ Make = Callable[[Marked], Schedule]
 """Makes the table in which these stages are recomputed."""
 
 
-def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
+def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:
     """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
-    options, first = planned.options, planned.first if planned.plans else None
+    options, first = plans.options, plans.first if plans.by_pattern else None
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options, graph, pattern.microbatches, tied)
-    make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
+    make = partial(_made, _family(plans, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((False,) * len(graph))
-    recomputed = planned.again if first is None else first.graph.recomputed
+    recomputed = plans.again if first is None else first.graph.recomputed
     if recomputed is not None:
         return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
-    return make(_recomputed(planned, graph, pattern, make))
+    return make(_recomputed(plans, graph, pattern, make))
 
 
-def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
+def _family(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Limited:
     """The family that the options name, at the costs for which it makes the table; without costs, B = 2 F."""
-    table = planned.options.schedule
+    table = plans.options.schedule
     family = with_costs("1f1b" if isinstance(table, Schedule) else table)
 
     def costs_by_shapes() -> Costs | None:
-        shaped = pattern if pattern.shapes else planned.shown or pattern
-        work = planned.captures.stage_work(shaped, graph.placement)
-        return None if work is None else work.costs_with((bool(planned.options.recompute),) * len(graph))
+        shaped = pattern if pattern.shapes else plans.shown or pattern
+        work = plans.captures.stage_work(shaped, graph.placement)
+        return None if work is None else work.costs_with((bool(plans.options.recompute),) * len(graph))
 
     costs = family.costs
-    if costs is None and planned.plans and not isinstance(table, Schedule):
-        costs = planned.first.schedule.costs
-    elif costs is None and planned.captures.searched is not None:
-        costs = planned.captures.searched.outcome.costs
+    if costs is None and plans.by_pattern and not isinstance(table, Schedule):
+        costs = plans.first.schedule.costs
+    elif costs is None and plans.captures.searched is not None:
+        costs = plans.captures.searched.outcome.costs
     elif costs is None and replicated(graph.placement):
         # A stage on several ranks fills idle time between their other stages, and only true costs show idle time.
         costs = costs_by_shapes()
@@ -106,9 +106,9 @@ def _given(options: Options, graph: StageGraph, microbatches: int, tied: tuple[t
     return schedule
 
 
-def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
+def _recomputed(plans: PlansSoFar, graph: StageGraph, pattern: Pattern, make: Make) -> Marked:
     """For each stage, whether its forward runs again; only stages with a backward may be recomputed."""
-    wanted = planned.options.recompute
+    wanted = plans.options.recompute
     if isinstance(wanted, tuple):
         for name in wanted:
             if name not in graph.names:
@@ -118,24 +118,24 @@ def _recomputed(planned: Planned, graph: StageGraph, pattern: Pattern, make: Mak
         return tuple(stage.has_backward and stage.name in wanted for stage in graph)
     if wanted != AUTO:
         return worthwhile(make((False,) * len(graph))) if wanted else (False,) * len(graph)
-    work = planned.captures.stage_work(pattern, graph.placement)
+    work = plans.captures.stage_work(pattern, graph.placement)
     if work is None:
         raise ScheduleError(
             'recompute="auto" needs what the stages take: pass example_args= or example_kwargs=, one batch as it '
             "will be passed in calls; for stages of your own, name them: recompute=[...]"
         )
-    return _fewest(graph, make, work, planned.options.memory_per_rank or 0.0)
+    return _fewest(graph, make, work, plans.options.memory_per_rank or 0.0)
 
 
-def saving(planned: Planned, work: Staged | None) -> str:
+def saving(plans: PlansSoFar, work: Staged | None) -> str:
     """The savings and costs of recomputation in the first plan, against the table without it, in words; empty if it is
     off."""
-    if planned.options.recompute is False:
+    if plans.options.recompute is False:
         return ""
-    assert planned.shown is not None
-    graph, table = planned.first.graph, planned.first.schedule
+    assert plans.shown is not None
+    graph, table = plans.first.graph, plans.first.schedule
     none = (False,) * len(graph)
-    without = _made(_family(planned, graph, planned.shown), graph, table.microbatches, table.tied, none)
+    without = _made(_family(plans, graph, plans.shown), graph, table.microbatches, table.tied, none)
     again = {stage for stage, _ in table.dependencies.recomputed}
     # The stages, each rank's peak bytes and the makespan, compared with the same family's table without an R.
     names = [stage.name for stage in graph if stage.index in again]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.capture import auto_opaque, capturing
 from fxpipe.capture.capturing import CaptureRun, Capturing
-from fxpipe.plan import plan_state
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan import plans
+from fxpipe.plan.plans import Plans
 from fxpipe.trace.reads import Reads
 from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
@@ -32,12 +32,12 @@ PHASES: dict[str, tuple[Any, str]] = {
     "taking what was read": (Reads, "with_capture"),
     "watching": (capturing, "watch"),
     "capturing": (Capturing, "of"),
-    "grouping": (plan_state, "for_groups"),
-    "placing": (plan_state, "place_stages"),
-    "choosing a table": (plan_state, "choose_table"),
-    "lowering": (plan_state, "lower"),
-    "proving": (plan_state, "prove"),
-    "comparing stages": (PlanState, "_check_same_stages"),
+    "grouping": (plans, "for_groups"),
+    "placing": (plans, "place_stages"),
+    "choosing a table": (plans, "choose_table"),
+    "lowering": (plans, "lower"),
+    "proving": (plans, "prove"),
+    "comparing stages": (Plans, "_check_same_stages"),
 }
 
 
