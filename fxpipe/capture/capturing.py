@@ -235,14 +235,14 @@ class CaptureRun:
             device=captures.device,
             compute=self.balancing.compute,
             whole=captures.whole,
-            around=partial(collectives_refused, captures.topology),
+            call_context=partial(collectives_refused, captures.topology),
             numbers=captures.numbers,
             asks_numbers=captures.asks_numbers,
-            holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
+            fixed_leaves={name: [leaf is not None for leaf in leaves] for name, _, leaves in this.given[0].holding},
         )
         request = replace(request, generators=own_generators(request.module, request.loss_fn))
         if self.options.parallelize is not None:  # the function needs the user's modules
-            request = replace(request, is_kept=_is_block if self.balancing.finds_cuts else lambda *_: True)
+            request = replace(request, is_leaf_module=_is_block if self.balancing.finds_cuts else lambda *_: True)
         if this.asks and self.options.tracing.name == "auto" and self.options.tracing.opaque:
             return replace(request, answers=dict(this.answered), ask=captures.questions.ask)
         return request
