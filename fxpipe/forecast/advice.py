@@ -53,7 +53,7 @@ def advise(plans: Plans, costs: Costs) -> Advice:
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
     if options.recompute is True:  # by the placement: where it saves memory
-        again = Rerun.of(True, graph.names)
+        again = Rerun.from_option(True, graph.names)
     judge = Judge(work, family, schedule.microbatches, None if staged is None else options.memory_per_rank, again)
     layout = StageLayout(tuple(range(len(graph))), graph.placement)
     now = judge.staged(layout)
@@ -91,7 +91,7 @@ def _at(costs: Costs, work: BlockGraph, graph: StageGraph, schedule: Schedule) -
 
 def _bare(graph: StageGraph) -> BlockGraph:
     """The work of stages of unknown shapes: their parameters and the edges between them."""
-    every = {id(tensor): ParameterCost.of(tensor) for stage in graph for tensor in stage.parameters.values()}
+    every = {id(tensor): ParameterCost.from_tensor(tensor) for stage in graph for tensor in stage.parameters.values()}
     keys = [frozenset(map(id, stage.parameters.values())) for stage in graph]
     costs_of = [NodeCost(parameters=mine, trains=any(every[key].trained for key in mine)) for mine in keys]
     blocks = [Block((stage.name,), cost) for stage, cost in zip(graph, costs_of, strict=True)]

@@ -82,7 +82,7 @@ class _Forecast:
         self.pattern, self.plan = plans.shown, plans.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
         self.staged = plans.captures.stage_work(self.pattern, self.graph.placement)
-        self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
+        self.account = replace(Account.from_options(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
         self.hardware = Hardware.of(self.options.hardware)

@@ -96,7 +96,7 @@ class Example:
         """The batch. RunError if its inputs contradict each other; or for too few rows, unless ``may_be_fewer``."""
         given, batch_dim = self.given, self.options.batch_dim
         counts = [counts_of(given, batch_dim)]
-        return Batch.of([describe(given)], counts, batch_dim, self.plans.microbatches, may_be_fewer)
+        return Batch.from_descriptions([describe(given)], counts, batch_dim, self.plans.microbatches, may_be_fewer)
 
     @cached_property
     def microbatches(self) -> list[dict[str, Any]]:

@@ -86,7 +86,9 @@ class Plans(PlansSoFar):
     def items(self) -> Items:
         """How the model's labels are counted."""
         functions = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
-        return Items.of(self.captures.own_stages or self.module, f"{functions[0]}= is given" if functions else "")
+        return Items.from_model(
+            self.captures.own_stages or self.module, f"{functions[0]}= is given" if functions else ""
+        )
 
     @property
     def flags(self) -> Flags:

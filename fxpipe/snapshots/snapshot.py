@@ -145,7 +145,7 @@ class State:
         ]
 
     @classmethod
-    def of(
+    def from_modules(
         cls,
         modules: Sequence[nn.Module],
         devices: Iterable[torch.device],

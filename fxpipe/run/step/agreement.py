@@ -313,7 +313,9 @@ class Agreement:
 
     def _batch(self, call: Proposal, given: Sequence[Description], counts: Sequence[Counts]) -> Batch:
         microbatches = self.plans.microbatches if call.split_evenly else None
-        return Batch.of(given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training)
+        return Batch.from_descriptions(
+            given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training
+        )
 
     def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
         """The pattern on which the plan of a call depends. ``everyone``: each micro-batch's rows summed over all

@@ -535,7 +535,7 @@ class Steps:
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             if agreed.call.batch.is_whole or outputs == "loss":
-                rows = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists)
+                rows = OutputRows.from_batch(agreed.call.batch, plan.group, sizes, self._in_lists)
                 joined = rows.join(ordered, shares)
                 joined, form = over_replicas(transport, joined, plan.has_all_rows, call.form)
                 output = without_entries(joined)
