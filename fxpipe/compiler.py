@@ -26,7 +26,7 @@ from fxpipe.no_gc import paused
 from fxpipe.options import Options, taking
 from fxpipe.parameters.materialise import weights_of
 from fxpipe.plan.example import check_model, previewed
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import first_plan_together
 from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
@@ -135,16 +135,16 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
     # on a CPU, taking a time costs almost nothing
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     model = _with_loss(given)
-    planning = PlanState.empty(model, given, topology, connected.device)
+    plans = Plans.empty(model, given, topology, connected.device)
     weights = weights_of(given.checkpoint)
     # From here on, if a rank fails, all ranks raise, and no rank waits for the failed rank.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)
-        planning = first_plan_together(transport, planning, given)
-        if over := over_the_limit(planning):
+        plans = first_plan_together(transport, plans, given)
+        if over := over_the_limit(plans):
             log(f"fxpipe: {over}")
-        planning, state = make_rank_state(planning, transport, given.init_fn, weights)
-    return ForwardBackward(transport, planning, state)
+        plans, rank_state = make_rank_state(plans, transport, given.init_fn, weights)
+    return ForwardBackward(transport, plans, rank_state)
 
 
 @taking(PreviewArguments)
@@ -185,9 +185,9 @@ def preview(given: PreviewArguments) -> Preview:
     device = device_of([*_tensors_of(model), *tensors_in(example)], torch.device("cpu"))
     options = replace(given, tracer=replace(given.tracing, check=False))
     with paused():
-        planning = previewed(PlanState.empty(model, options, topo, device), options)
-        parts = {} if options.parallelize is None else parts_of(planning.first.graph, topo, options.parallelize)
-        return preview_of(planning, stepping, parts)
+        plans = previewed(Plans.empty(model, options, topo, device), options)
+        parts = {} if options.parallelize is None else parts_of(plans.first.graph, topo, options.parallelize)
+        return preview_of(plans, stepping, parts)
 
 
 def _with_loss(given: CompileArguments) -> nn.Module | StageGraph:

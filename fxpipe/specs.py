@@ -29,7 +29,7 @@ class TensorSpec:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> TensorSpec:
+    def from_tensor(tensor: Tensor) -> TensorSpec:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
             raise RunError(

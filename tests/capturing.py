@@ -31,7 +31,9 @@ def captured(model: nn.Module, *inputs: str, **fixed: Any) -> Program:
 def capture_by(tracer: str, model: nn.Module, batch: Mapping[str, Any], **options: Any) -> Program:
     """The program that a tracer captures from a batch; None, flags and texts are no inputs of it."""
     fixed = {name: value for name, value in batch.items() if value is None or isinstance(value, (bool, str))}
-    example = {name: pytree.tree_map_only(Tensor, TensorSpec.of, v) for name, v in batch.items() if name not in fixed}
+    example = {
+        name: pytree.tree_map_only(Tensor, TensorSpec.from_tensor, v) for name, v in batch.items() if name not in fixed
+    }
     return capture(Request(model, tuple(example), fixed, example=example, **options), tracer)
 
 

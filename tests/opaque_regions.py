@@ -265,7 +265,7 @@ def plainly(study: Study, data: int, in_one: bool) -> dict[str, Any]:
     model = study.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses = []
-    takes_items = not Items.of(model).uncounted
+    takes_items = not Items.from_model(model).uncounted
     for step in range(2):
         optimizer.zero_grad()
         parts = study.cut if in_one else study.microbatches

@@ -18,7 +18,7 @@ from fxpipe.options import Options
 from fxpipe.plain_data import decode, encode
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.seeds import RandomState
 from fxpipe.stage.modes import Ambient
 from tests.gpus import Gpus
@@ -94,10 +94,8 @@ class Positions(nn.Module):
 
 def planned(device: Named) -> Plan:
     options = Options(tracer="symbolic", microbatches=2)
-    planning = PlanState.empty(
-        Positions(lambda _: device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu")
-    )
-    return plan_first(Example(planning, options))[0].first
+    plans = Plans.empty(Positions(lambda _: device), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    return plan_first(Example(plans, options))[0].first
 
 
 @pytest.mark.parametrize("named", [lambda device: device, str, lambda device: device.index])

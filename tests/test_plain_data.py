@@ -117,7 +117,7 @@ def test_a_model_s_output_is_one_again() -> None:
     from transformers.modeling_outputs import BaseModelOutput
 
     value = BaseModelOutput(last_hidden_state=torch.zeros(2, 3), attentions=(torch.zeros(1),))
-    again = Meta.of(decode(encode(pack(value)[0].tree), "rank 1"), "rank 1")
+    again = Meta.from_tree(decode(encode(pack(value)[0].tree), "rank 1"), "rank 1")
     assert again == pack(value)[0]
 
 
@@ -247,7 +247,7 @@ def test_a_description_of_no_tensor_takes_no_memory(changes: dict[str, Any]) -> 
     sound = {"shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, "requires_grad": False, "device": "cpu"}
     meta = TensorMeta(**{**sound, "shift": 0, "is_part": False, **changes})
     with pytest.raises(RunError, match="rank 7 has sent what describes no tensor"):
-        Meta.of([meta], "rank 7")
+        Meta.from_tree([meta], "rank 7")
 
 
 def test_a_changed_message_is_a_value_or_a_run_error() -> None:

@@ -172,7 +172,7 @@ def accumulated(
     step: int,
 ) -> Tensor:
     """The loss of micro-batches, ``shares`` of the batch's rows, after the backward of each."""
-    items, total = Items.of(model), torch.zeros(())
+    items, total = Items.from_model(model), torch.zeros(())
     counted = not items.uncounted and isinstance(parts[0].get("labels"), Tensor)
     for place, (part, share) in enumerate(zip(parts, shares, strict=True)):
         seed(forward_backward.seed(forward_backward.stages.names[-1], place, step))

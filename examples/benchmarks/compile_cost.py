@@ -50,8 +50,8 @@ PHASES = {
     "costs": ("fxpipe.search.choose", "costs_from_shapes"),
     "search": ("fxpipe.search.choose", "balance"),
     "table": ("fxpipe.plan.tables", "make_table"),
-    "lower": ("fxpipe.plan.plan_state", "lower"),
-    "prove": ("fxpipe.plan.plan_state", "prove"),
+    "lower": ("fxpipe.plan.plans", "lower"),
+    "prove": ("fxpipe.plan.plans", "prove"),
     "bind": ("fxpipe.run.step.step", "bind"),
 }
 """Phase → the function whose time it is, without that of other phases in it."""

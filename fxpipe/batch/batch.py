@@ -32,7 +32,7 @@ class Batch:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(
+    def from_descriptions(
         descriptions: Sequence[Description],
         counts: Sequence[Counts],
         batch_dim: BatchDim,

@@ -143,7 +143,7 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
 
 def _spec(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
     if isinstance(leaf, Tensor):
-        return TensorSpec.of(leaf)
+        return TensorSpec.from_tensor(leaf)
     # NumPy numbers are described as Python numbers
     leaf = leaf.item() if isinstance(leaf, numbers.Number) and hasattr(leaf, "item") else leaf
     if isinstance(leaf, (TensorSpec, ObjectSpec, ObjectValue)) or type(leaf) in PLAIN:

@@ -41,7 +41,7 @@ class Items:
     has_positions: bool = False
 
     @staticmethod
-    def of(model: nn.Module | StageGraph, uncounted: str = "") -> Items:
+    def from_model(model: nn.Module | StageGraph, uncounted: str = "") -> Items:
         """The items of a model, from its ``forward``, its loss function and its configuration."""
         if isinstance(model, StageGraph):
             return Items(uncounted="the stages are given", is_taken=ITEMS in model.inputs)

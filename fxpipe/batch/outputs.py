@@ -52,7 +52,7 @@ class OutputRows:
     logged: set[Where] = field(default_factory=set)
 
     @staticmethod
-    def of(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
+    def from_batch(batch: Batch, group: int, sizes: Sequence[int], logged: set[Where]) -> OutputRows:
         """The rows of a batch's outputs. ``group``: the number of micro-batches in each output."""
         rules = list(rules_in(batch.given[0], batch.batch_dim).values())
         along = {rule.dim for rule, spec in rules if type(rule) is InRows and rule.length(spec) is not None}
@@ -263,7 +263,7 @@ def from_rank(rank: int, output: Any, transport: Transport, device: torch.device
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:
-        meta = Meta.of(tree, member(transport, "pipe", rank))
+        meta = Meta.from_tree(tree, member(transport, "pipe", rank))
         buffers = allocate(meta, device)
     buffers = [buffer.to(device) for buffer in buffers]
     for buffer in buffers:

@@ -163,14 +163,14 @@ class Capturing:
             device=source.balancing.device,
             compute=source.balancing.compute,
             whole=captures.regions.whole,
-            around=partial(collectives_refused, source.balancing.topology),
+            call_context=partial(collectives_refused, source.balancing.topology),
             numbers={} if captures.first is None else captures.first.numbers,
             asks_numbers=captures.questions.numbers,
-            holding={name: [leaf is not None for leaf in leaves] for name, _, leaves in inputs.holding},
+            fixed_leaves={name: [leaf is not None for leaf in leaves] for name, _, leaves in inputs.holding},
         )
         request = replace(request, generators=own_generators(request.module, request.loss_fn))
         if options.parallelize is not None:  # the function needs the user's modules
-            request = replace(request, is_kept=_is_block if source.balancing.finds_cuts else lambda *_: True)
+            request = replace(request, is_leaf_module=_is_block if source.balancing.finds_cuts else lambda *_: True)
         if this.asks and options.tracing.name == "auto" and options.tracing.opaque:
             return replace(request, answers=dict(this.answered), ask=captures.questions.ask)
         return request

@@ -10,7 +10,7 @@ from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.plan.placement import Place
-from fxpipe.plan.plan_state import WORTH_IT, PlanState
+from fxpipe.plan.plans import WORTH_IT, Plans
 from fxpipe.plan.tables import choose_table
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
@@ -45,30 +45,30 @@ class Advice:
     __repr__ = __str__
 
 
-def advise(planning: PlanState, costs: Costs) -> Advice:
+def advise(plans: Plans, costs: Costs) -> Advice:
     """The change that helps most for the first plan, at each stage's measured costs."""
-    graph, schedule, options = planning.first.graph, planning.first.schedule, planning.options
+    graph, schedule, options = plans.first.graph, plans.first.schedule, plans.options
     family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
-    staged = None if planning.shown is None else planning.captures.stage_work(planning.shown, graph.placement)
+    staged = None if plans.shown is None else plans.captures.stage_work(plans.shown, graph.placement)
     work = _at(costs, _bare(graph) if staged is None else staged.work, graph, schedule)
     again = Rerun(tuple(name in graph.recomputed for name in graph.names)) if graph.recomputed else None
     if options.recompute is True:  # by the placement: where it saves memory
-        again = Rerun.of(True, graph.names)
+        again = Rerun.from_option(True, graph.names)
     judge = Judge(work, family, schedule.microbatches, None if staged is None else options.device.memory, again)
     layout = StageLayout(tuple(range(len(graph))), graph.placement)
     now = judge.staged(layout)
     seconds = schedule.simulate(now.costs).makespan + now.tied_seconds
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
-    if best is not None and planning.shown is not None:  # compile may make another table, or recompute other stages
-        anew = replace(planning, captures=planning.captures.without_search(), plans={}, marks=None)
-        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), planning.shown)
+    if best is not None and plans.shown is not None:  # compile may make another table, or recompute other stages
+        anew = replace(plans, captures=plans.captures.without_search(), by_pattern={}, marks=None)
+        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), plans.shown)
         planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
         best = best if best.seconds < seconds * (1 - WORTH_IT) else None
     after = graph.placement if best is None else best.layout.rank_of
     moves = zip(graph.names, after, graph.placement, strict=True)
     moved = [f"stage `{name}` on {named(entry)}" for name, entry, before in moves if entry != before]
-    is_auto = planning.captures.source.balancing.finds_cuts
+    is_auto = plans.captures.source.balancing.finds_cuts
     note = "write boundaries=forward_backward.cuts, " if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
     return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)
@@ -91,7 +91,7 @@ def _at(costs: Costs, work: BlockGraph, graph: StageGraph, schedule: Schedule) -
 
 def _bare(graph: StageGraph) -> BlockGraph:
     """The work of stages of unknown shapes: their parameters and the edges between them."""
-    every = {id(tensor): ParameterCost.of(tensor) for stage in graph for tensor in stage.parameters.values()}
+    every = {id(tensor): ParameterCost.from_tensor(tensor) for stage in graph for tensor in stage.parameters.values()}
     keys = [frozenset(map(id, stage.parameters.values())) for stage in graph]
     costs_of = [NodeCost(parameters=mine, trains=any(every[key].trained for key in mine)) for mine in keys]
     blocks = [Block((stage.name,), cost) for stage, cost in zip(graph, costs_of, strict=True)]

@@ -19,7 +19,7 @@ from fxpipe.forecast.preview import Preview, RankPreview
 from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
 from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.tables import saving
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Groups, groups_of
@@ -42,16 +42,16 @@ class Stepping:
     whole: bool = False
 
 
-def preview_of(planning: PlanState, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> Preview:
+def preview_of(plans: Plans, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> Preview:
     """The preview of the first plan. ``parts``: id of a parameter → its part, if ``parallelize=`` spreads it."""
-    return _Forecast(planning, stepping, parts).preview(timed=planning.options.device.has_speeds)
+    return _Forecast(plans, stepping, parts).preview(timed=plans.options.device.has_speeds)
 
 
-def over_the_limit(planning: PlanState) -> str:
+def over_the_limit(plans: Plans) -> str:
     """A warning if the first plan exceeds the memory of ``hardware``, or its bytes are not known; otherwise empty."""
-    if (memory := planning.options.device.memory) is None:
+    if (memory := plans.options.device.memory) is None:
         return ""
-    preview = _Forecast(planning, Stepping(), {}).preview(timed=False)
+    preview = _Forecast(plans, Stepping(), {}).preview(timed=False)
     if preview.fits is None:
         return (
             f"the memory of hardware=, {memory:,.0f} bytes, is not checked: this needs a batch's shapes; pass "
@@ -67,25 +67,25 @@ def over_the_limit(planning: PlanState) -> str:
     )
 
 
-def with_figures(planning: PlanState, costs: Costs | None, graph: StageGraph) -> StageGraph:
+def with_figures(plans: Plans, costs: Costs | None, graph: StageGraph) -> StageGraph:
     """The first plan's stages with the bytes between them, as far as shapes tell, and their seconds: at ``costs``, or
     by shapes."""
     try:
-        known = _Forecast(planning, Stepping(), {}).stages(costs)
+        known = _Forecast(plans, Stepping(), {}).stages(costs)
     except FigureMissing:
         return graph
     return replace(graph, bytes_of={**known.bytes_of, **graph.bytes_of}, work=known.work)
 
 
 class _Forecast:
-    def __init__(self, planning: PlanState, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> None:
+    def __init__(self, plans: Plans, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> None:
         self.parts = parts
-        self.planning, self.options, self.topology = planning, planning.options, planning.topology
-        assert planning.shown is not None
-        self.pattern, self.plan = planning.shown, planning.first
+        self.plans, self.options, self.topology = plans, plans.options, plans.topology
+        assert plans.shown is not None
+        self.pattern, self.plan = plans.shown, plans.first
         self.graph, self.schedule = self.plan.graph, self.plan.schedule
-        self.staged = planning.captures.stage_work(self.pattern, self.graph.placement)
-        self.account = replace(Account.of(self.options, self.topology), states=stepping.states)
+        self.staged = plans.captures.stage_work(self.pattern, self.graph.placement)
+        self.account = replace(Account.from_options(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
         self.used = self.graph.held
         self.hardware = self.options.device.completed
@@ -121,9 +121,9 @@ class _Forecast:
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
             between_nodes=self._between_nodes() if self.staged else None,
-            saving=saving(self.planning, self.staged),
+            saving=saving(self.plans, self.staged),
             what=self._what(),
-            cuts=self.planning.cuts,
+            cuts=self.plans.cuts,
         )
 
     def stages(self, costs: Costs | None = None) -> StageGraph:
@@ -158,8 +158,8 @@ class _Forecast:
 
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in ranks_of]
         try:  # costs anew, so that the modules run on the shapes of a micro-batch
-            balancing = replace(self.planning.captures.source.balancing, costed=None)
-            balancing.stage_work(self.planning.captures.program, self.pattern, self.graph.placement)
+            balancing = replace(self.plans.captures.source.balancing, costed=None)
+            balancing.stage_work(self.plans.captures.program, self.pattern, self.graph.placement)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -371,7 +371,7 @@ class _Forecast:
             left.append("experts get equally many tokens; each token travels to each of its experts, and back")
         elif spread and not self.parts:
             left.append(f"what parallelize= spreads over the {spread} axis counts whole: pass parallelize=")
-        return "\n".join(filter(None, [f"{self.account}", *left, *self.planning.captures.notes]))
+        return "\n".join(filter(None, [f"{self.account}", *left, *self.plans.captures.notes]))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Meta:
         return any(leaf.is_part if isinstance(leaf, TensorMeta) else leaf is not None for leaf in self.leaves)
 
     @staticmethod
-    def of(tree: Any, sender: str) -> Meta:
+    def from_tree(tree: Any, sender: str) -> Meta:
         """The description that ``sender``, "rank 3", has sent as a tree; RunError if the tree describes no value."""
         leaves, spec = pytree.tree_flatten(tree)
         for leaf in leaves:
@@ -119,7 +119,7 @@ class PlainMeta:
         self._as_told = (self._shape, meta.stride, meta.dtype, meta.requires_grad, False)
 
     @staticmethod
-    def of(meta: Meta, device: torch.device) -> PlainMeta | None:
+    def from_meta(meta: Meta, device: torch.device) -> PlainMeta | None:
         """Returns the description; None for any other value. Both ends decide the same."""
         # contiguous, and aligned to its own elements: its bytes are its memory, and both ends see the same kernel
         leaf = meta.leaves[0] if meta.spec.is_leaf() and meta.leaves else None

@@ -20,7 +20,7 @@ class RankOf:
     """The number of micro-batches in a group, per stage."""
 
     @staticmethod
-    def of(placement: Placement, groups: Mapping[int, int]) -> RankOf:
+    def from_placement(placement: Placement, groups: Mapping[int, int]) -> RankOf:
         sizes = tuple(groups.get(stage, 1) for stage in range(len(placement)))
         return RankOf(tuple(map(ranks_of, placement)), sizes)
 

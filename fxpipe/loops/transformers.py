@@ -242,7 +242,9 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
     def _parts_of(self, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """A batch's micro-batches, equally many on all replicas: fewer if it has fewer rows."""
-        split = functools.partial(Batch.of, [describe(inputs)], [counts_of(inputs, self._batch_dim)], self._batch_dim)
+        split = functools.partial(
+            Batch.from_descriptions, [describe(inputs)], [counts_of(inputs, self._batch_dim)], self._batch_dim
+        )
         rows = min(self._steps.transport.gather_int("data", split(1).rows or self._microbatches))
         # a batch of which each replica has all rows is larger than the others
         most = self._microbatches * -(-rows // self._train_batch_size)

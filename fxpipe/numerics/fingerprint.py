@@ -33,7 +33,7 @@ class Fingerprint(NamedTuple):
     projections: tuple[float, ...]
 
     @classmethod
-    def of(cls, numbers: Sequence[float], bits: int) -> Fingerprint:
+    def from_numbers(cls, numbers: Sequence[float], bits: int) -> Fingerprint:
         """The fingerprint from the host's copies of ``measure``'s two results."""
         squares, largest, nonfinite, *projections = numbers
         return cls(bits % 2**64, squares, largest, int(nonfinite), tuple(projections))

@@ -159,7 +159,7 @@ class ValueRecorder:
         arrived = to_host([each.numbers for each in measured] + [each.bits for each in measured])()
         for number, (entry, _, _, values) in enumerate(measured):
             start, *numbers = arrived[number].tolist()
-            fingerprint, tensor = Fingerprint.of(numbers, int(arrived[len(measured) + number])), ""
+            fingerprint, tensor = Fingerprint.from_numbers(numbers, int(arrived[len(measured) + number])), ""
             if values is not None and entry.count:
                 tensor = f"rank{self._rank:05}-{self._file.tell():012}.bin"
                 file = torch.from_file(str(self._folder / tensor), shared=True, size=entry.count, dtype=values.dtype)

@@ -241,7 +241,7 @@ def release(
     for name, tensor in tensors.items():
         if id(tensor) not in done | empty.keys():
             at = device if tensor.is_meta and device is not None else tensor.device
-            empty[id(tensor)] = Elsewhere.of(tensor, why.get(name, f"{name} is held by another rank"), at)
+            empty[id(tensor)] = Elsewhere.in_place_of(tensor, why.get(name, f"{name} is held by another rank"), at)
     replace_tensors(model, empty)
 
 

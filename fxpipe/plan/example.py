@@ -21,7 +21,7 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.options import Options
 from fxpipe.packed import check_names
 from fxpipe.parameters.ownership import check_no_extra_state
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.specs import ObjectValue
 from fxpipe.stage.modes import Ambient, evaluating
 from fxpipe.stage.with_loss import target_of
@@ -41,7 +41,7 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
-    """RunError if ``model`` is no model, has a state that no checkpoint would hold, or would ignore an option."""
+    """RunError if ``model`` is no model, has a plans that no checkpoint would hold, or would ignore an option."""
     for part in (model.module if isinstance(model, StageGraph) else model, options.loss_fn):
         if isinstance(part, nn.Module):
             check_no_extra_state(part)
@@ -74,10 +74,10 @@ def check_model(model: nn.Module | StageGraph, options: Options) -> None:
 class Example:
     """The example batch of ``compile``, cut into micro-batches as a call cuts it; empty if the user gave no example.
 
-    ``options``: the options of ``compile`` with the example, which the options of ``state`` lack.
+    ``options``: the options of ``compile`` with the example, which the options of ``plans`` lack.
     """
 
-    state: PlanState
+    plans: Plans
     options: Options
 
     @cached_property
@@ -85,10 +85,10 @@ class Example:
         """The inputs by name. RunError if they are no inputs of the model, or cannot be split."""
         args = () if self.options.example_args is None else tuple(self.options.example_args)
         try:
-            given = with_number(bind(self.state.signature, args, self.options.example_kwargs or {}))
+            given = with_number(bind(self.plans.signature, args, self.options.example_kwargs or {}))
         except TypeError as error:
             raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
-        if self.state.microbatches > 1:
+        if self.plans.microbatches > 1:
             check_cut(given, self.options.batch_dim)
         return given
 
@@ -96,18 +96,18 @@ class Example:
         """The batch. RunError if its inputs contradict each other; or for too few rows, unless ``may_be_fewer``."""
         given, batch_dim = self.given, self.options.batch_dim
         counts = [counts_of(given, batch_dim)]
-        return Batch.of([describe(given)], counts, batch_dim, self.state.microbatches, may_be_fewer)
+        return Batch.from_descriptions([describe(given)], counts, batch_dim, self.plans.microbatches, may_be_fewer)
 
     @cached_property
     def microbatches(self) -> list[dict[str, Any]]:
         """The micro-batches of the batch. If the batch has too few rows, each micro-batch is the whole batch."""
-        batch, count = self.batch(), self.state.microbatches
+        batch, count = self.batch(), self.plans.microbatches
         return batch.split([self.given]) if len(batch.sizes) == count else [self.given] * count
 
     @property
     def numbered(self) -> list[dict[str, Any]]:
         """The micro-batches, with the number of labels if labels are counted."""
-        return self.state.items.given(self.microbatches)
+        return self.plans.items.given(self.microbatches)
 
     @property
     def has_numbers(self) -> bool:
@@ -124,72 +124,72 @@ class Example:
     @property
     def answers(self) -> tuple[Answers, ...]:
         """For each micro-batch, the answers to forward's known questions about its inputs."""
-        questions = self.state.captures.questions
+        questions = self.plans.captures.questions
         return tuple(map(questions.answers, self.numbered)) if questions.asked else ()
 
     @cached_property
     def described(self) -> tuple[list[Description], dict[ObjectValue, Any]]:
         """The description of each micro-batch, and the objects in all of them."""
         objects: dict[ObjectValue, Any] = {}
-        parts = [self.state.items.described(describe(part, True, objects)) for part in self.microbatches]
+        parts = [self.plans.items.described(describe(part, True, objects)) for part in self.microbatches]
         return parts, objects
 
     def pattern(self, answers: tuple[Answers, ...] = (), training: bool = True) -> Pattern:
         """The pattern of the example; without an example, the pattern of a call with only the required inputs."""
-        state, loss_fn = self.state, self.options.loss_fn
+        plans, loss_fn = self.plans, self.options.loss_fn
         if not self.options.has_example:
-            given = (GivenInputs(tuple(required_names(state.signature))),) * state.microbatches
+            given = (GivenInputs(tuple(required_names(plans.signature))),) * plans.microbatches
             with_loss = loss_fn is not None and (training or target_of(loss_fn) is not None)
-            return Pattern(given, with_loss, state.flags, training, ambient=Ambient.now())
-        pattern = pattern_of(self.described[0], training, loss_fn, state.flags, Ambient.now())
+            return Pattern(given, with_loss, plans.flags, training, ambient=Ambient.now())
+        pattern = pattern_of(self.described[0], training, loss_fn, plans.flags, Ambient.now())
         return replace(pattern, answers=answers, asks=self.has_numbers)
 
     @property
-    def with_objects(self) -> PlanState:
-        """The state whose captures take the objects of the example."""
-        return self.state.at_present(self.described[1] if self.options.has_example else {})
+    def with_objects(self) -> Plans:
+        """The plans whose captures take the objects of the example."""
+        return self.plans.at_present(self.described[1] if self.options.has_example else {})
 
 
 def plan_first(
     example: Example, answers: tuple[Answers, ...] = (), keeps_part: bool = False
-) -> tuple[PlanState, Unanswered | None]:
-    """Returns the state with the plan for a step on the example, whose stages are checked against the model; or a state
+) -> tuple[Plans, Unanswered | None]:
+    """Returns the plans with the plan for a step on the example, whose stages are checked against the model; or plans
     and a question of forward about the micro-batches that ``answers`` lack.
 
     Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
     If a rank ``keeps_part`` of the model, it cannot check later captures, so evaluation is also planned if the capture
     holds for any sizes: such captures are fast, and one is enough.
     """
-    state = example.with_objects
+    plans = example.with_objects
     try:
-        state, _ = state.plan(example.pattern(answers), example.sample)
-        first = state.captures.program
-        if first is not None and (state.leaves_unused or (keeps_part and first.holds_for_any_size)):
-            with evaluating(state.module):
-                example = replace(example, state=state.at_present({}))
-                state = example.state.plan_evaluation(example.pattern(answers, training=False), example.sample)
+        plans, _ = plans.plan(example.pattern(answers), example.sample)
+        first = plans.captures.program
+        if first is not None and (plans.leaves_unused or (keeps_part and first.holds_for_any_size)):
+            with evaluating(plans.module):
+                example = replace(example, plans=plans.at_present({}))
+                plans = example.plans.plan_evaluation(example.pattern(answers, training=False), example.sample)
     except Unanswered as error:
-        return state.asking(error), error
-    return state, None
+        return plans.asking(error), error
+    return plans, None
 
 
-def previewed(state: PlanState, options: Options) -> PlanState:
-    """The state with the plan for the example, whose stages do not run.
+def previewed(plans: Plans, options: Options) -> Plans:
+    """The plans with the plan for the example, whose stages do not run.
 
     If an opaque region does not declare its results, the model runs once to show them, unless the example is on the
     meta device. RunError if a call could not cut the example.
     """
-    example = Example(state, options)
+    example = Example(plans, options)
     if options.has_example:
         example.batch(may_be_fewer=False)
-    runs = any(region.returns is None for region in state.captures.regions.whole) and example.has_numbers
-    state = example.with_objects
+    runs = any(region.returns is None for region in plans.captures.regions.whole) and example.has_numbers
+    plans = example.with_objects
     while True:
-        answers = Example(state, options).answers
+        answers = Example(plans, options).answers
         try:
-            return state.plan(example.pattern(answers), example.sample if runs else "nothing is run")[0]
+            return plans.plan(example.pattern(answers), example.sample if runs else "nothing is run")[0]
         except Unanswered as error:
-            state = state.asking(error)
+            plans = plans.asking(error)
         except TraceError:
             if runs or not (options.tracing.opaque and example.has_numbers):
                 raise

@@ -1,4 +1,4 @@
-"""Plan: all facts about a step that are known before it runs; and ``Planned``, the plans made so far."""
+"""Plan: all facts about a step that are known before it runs; and ``PlansSoFar``, the plans made so far."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ class Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class Planned:
+class PlansSoFar:
     """The plans made so far, and what they were made from."""
 
     topology: Topology
     options: Options
     captures: Captures
     """The source of the stages: captures of the model, or the user's own stages."""
-    plans: Mapping[Pattern, Plan] = field(default_factory=dict)
+    by_pattern: Mapping[Pattern, Plan] = field(default_factory=dict)
     shown: Pattern | None = None
     """The pattern of the first plan, with its shapes."""
     marks: Mapping[str, Kept] | None = None
@@ -121,7 +121,7 @@ class Planned:
     @property
     def first(self) -> Plan:
         """The first plan. All later plans must have its stages."""
-        return next(iter(self.plans.values()))
+        return next(iter(self.by_pattern.values()))
 
 
 def values_of(graphs: Sequence[StageGraph]) -> list[str] | None:

@@ -29,7 +29,7 @@ from fxpipe.plan.activations import (
     rooms_of,
     searched_choice,
 )
-from fxpipe.plan.plan import Plan, Planned
+from fxpipe.plan.plan import Plan, PlansSoFar
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
     from fxpipe.search.simulated_layouts import Staged
 
 
-def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
+def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:
     """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
-    options, first = planned.options, planned.first if planned.plans else None
+    options, first = plans.options, plans.first if plans.by_pattern else None
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options.schedule, options, graph, pattern.microbatches, tied)
-    make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
+    make = partial(_made, _family(plans, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((KEEP,) * len(graph), None)
-    marks = planned.marks if first is None else choice_of(first.schedule)
+    marks = plans.marks if first is None else choice_of(first.schedule)
     if marks is not None:
         choice = tuple(marks.get(stage.name, KEEP) if stage.has_backward else KEEP for stage in graph)
     else:
-        choice = _choice(planned, graph, pattern, make)
-    work = None if AUTO not in (options.recompute, options.offload) else _work(planned, graph, pattern)
+        choice = _choice(plans, graph, pattern, make)
+    work = None if AUTO not in (options.recompute, options.offload) else _work(plans, graph, pattern)
     table = make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
-    _check_host(planned, table)
+    _check_host(plans, table)
     return table
 
 
-def _check_host(planned: Planned, table: Schedule) -> None:
+def _check_host(plans: PlansSoFar, table: Schedule) -> None:
     """ScheduleError if a rank would keep more activations on the host than its part of the node's memory."""
-    memory, topology = planned.options.device.host_memory, planned.topology
+    memory, topology = plans.options.device.host_memory, plans.topology
     if memory is None or table.costs is None or table.costs.activation_bytes is None:
         return
     ranks = topology.ranks_per_node or topology.world_size
@@ -80,24 +80,24 @@ def _check_host(planned: Planned, table: Schedule) -> None:
             )
 
 
-def _family(planned: Planned, graph: StageGraph, pattern: Pattern) -> Limited:
+def _family(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Limited:
     """The family that the options name, at the costs for which it makes the table; without costs, B = 2 F."""
-    table = planned.options.schedule
+    table = plans.options.schedule
     family = with_costs("1f1b" if isinstance(table, Schedule) else table)
 
     def costs_by_shapes() -> Costs | None:
-        work = _work(planned, graph, pattern)
-        return None if work is None else work.costs_with((bool(planned.options.recompute),) * len(graph))
+        work = _work(plans, graph, pattern)
+        return None if work is None else work.costs_with((bool(plans.options.recompute),) * len(graph))
 
     costs = family.costs
-    if costs is None and planned.plans and not isinstance(table, Schedule):
-        costs = planned.first.schedule.costs
-    elif costs is None and planned.captures.searched is not None:
-        costs = planned.captures.searched.outcome.costs
-    elif costs is None and (replicated(graph.placement) or planned.options.offload):
+    if costs is None and plans.by_pattern and not isinstance(table, Schedule):
+        costs = plans.first.schedule.costs
+    elif costs is None and plans.captures.searched is not None:
+        costs = plans.captures.searched.outcome.costs
+    elif costs is None and (replicated(graph.placement) or plans.options.offload):
         # Only true costs show idle time, which a stage on several ranks fills, and the time of copies to the host.
         costs = costs_by_shapes()
-    lacks_bytes = (family.memory is not None or planned.options.offload) and not _tells_bytes(costs)
+    lacks_bytes = (family.memory is not None or plans.options.offload) and not _tells_bytes(costs)
     if lacks_bytes and (known := costs_by_shapes()) is not None:
         # Costs without a source may be in another unit than seconds, in which the time of a copy is known.
         costs = known if costs is None else costs.or_else(known if costs.source else replace(known, copy=None))
@@ -137,11 +137,11 @@ def _given(
     return schedule
 
 
-def _choice(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -> Choice:
+def _choice(plans: PlansSoFar, graph: StageGraph, pattern: Pattern, make: Make) -> Choice:
     """How each stage's activations reach its backward; stages without a backward keep none."""
-    options = planned.options
+    options = plans.options
     is_auto = AUTO in (options.recompute, options.offload)
-    work = _work(planned, graph, pattern) if is_auto or options.offload is True else None
+    work = _work(plans, graph, pattern) if is_auto or options.offload is True else None
     if work is None and (is_auto or options.offload is True):
         raise no_costs('recompute="auto"' if options.recompute == AUTO else f"offload={options.offload!r}")
     if work is not None and is_auto:
@@ -150,26 +150,26 @@ def _choice(planned: Planned, graph: StageGraph, pattern: Pattern, make: Make) -
     return named_choice(options, graph, lambda: worthwhile(make(keep, None)))
 
 
-def _work(planned: Planned, graph: StageGraph, pattern: Pattern) -> Staged | None:
+def _work(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Staged | None:
     """The stages' costs by the shapes of a pattern, or of the first plan's; None if they are not known."""
-    shaped = pattern if pattern.shapes else planned.shown or pattern
-    return planned.captures.stage_work(shaped, graph.placement)
+    shaped = pattern if pattern.shapes else plans.shown or pattern
+    return plans.captures.stage_work(shaped, graph.placement)
 
 
-def saving(planned: Planned, work: Staged | None) -> str:
+def saving(plans: PlansSoFar, work: Staged | None) -> str:
     """The savings and costs of recomputation and offload in the first plan, against the table without them, in words;
     empty if both are off."""
-    if planned.options.recompute is planned.options.offload is False:
+    if plans.options.recompute is plans.options.offload is False:
         return ""
-    assert planned.shown is not None
-    graph, table = planned.first.graph, planned.first.schedule
-    family, keep = _family(planned, graph, planned.shown), (KEEP,) * len(graph)
+    assert plans.shown is not None
+    graph, table = plans.first.graph, plans.first.schedule
+    family, keep = _family(plans, graph, plans.shown), (KEEP,) * len(graph)
     without = _made(family, graph, table.microbatches, table.tied, keep, None)
     # The stages, each rank's peak bytes and the makespan, compared with the same family's table without R, O and P.
     marks = choice_of(table)
     lines = [
         f"{kind.value}: {', '.join(name for name, mark in marks.items() if mark is kind) or 'no stage'}"
-        for kind, option in ((AGAIN, planned.options.recompute), (HOST, planned.options.offload))
+        for kind, option in ((AGAIN, plans.options.recompute), (HOST, plans.options.offload))
         if option is not False
     ]
     costs = (lambda flags: None) if work is None else work.costs_with
@@ -180,7 +180,7 @@ def saving(planned: Planned, work: Staged | None) -> str:
         pairs = enumerate(zip(*peaks, strict=True))
         sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
         lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
-    if work is not None and planned.options.offload is not False:
+    if work is not None and plans.options.offload is not False:
         there = (f"rank {rank} {_mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
         copies = {copy.action.stage: in_ms(copy.end - copy.start) for copy in after.copies}
         lines.append(f"in the host's memory at their peak, MiB: {', '.join(there)}")

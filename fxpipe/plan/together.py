@@ -14,13 +14,13 @@ from fxpipe.graph.stage_graph import all_tensors
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 
 EVERYONE = ("pipe", "data")
 
 
-def first_plan_together(transport: Transport, state: PlanState, options: Options) -> PlanState:
-    """The state with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
+def first_plan_together(transport: Transport, plans: Plans, options: Options) -> Plans:
+    """The plans with the plan for ``options``' example, the same on every rank. A collective call of all ranks.
 
     The first rank's example answers forward's questions about its inputs.
     """
@@ -30,10 +30,10 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
         failure: Exception | None = None
         asked = [""]  # the key of an open question
         try:
-            _check_device(transport, state)
-            state, unanswered = plan_first(Example(state, options), answers, keeps_part)
+            _check_device(transport, plans)
+            plans, unanswered = plan_first(Example(plans, options), answers, keeps_part)
             if unanswered is not None:
-                failure, asked, answers = unanswered, [unanswered.key], Example(state, options).answers
+                failure, asked, answers = unanswered, [unanswered.key], Example(plans, options).answers
         except Exception as error:  # raised on all ranks below
             failure = error
         for scope in EVERYONE:
@@ -43,23 +43,23 @@ def first_plan_together(transport: Transport, state: PlanState, options: Options
         if len(set(asked)) != 1 or not asked[0]:
             break
 
-    def first() -> tuple[PlanState, Plan]:
+    def first() -> tuple[Plans, Plan]:
         if failure is not None:
             raise failure
-        return state, state.first
+        return plans, plans.first
 
-    state, _ = plan_together(transport, EVERYONE, first)
+    plans, _ = plan_together(transport, EVERYONE, first)
     # If only some ranks could make a plan, such as evaluation of an example that other ranks cannot evaluate, no rank
     # keeps it: ranks would disagree in later calls.
-    digests, same = [plan.digest for plan in state.plans.values()], True
+    digests, same = [plan.digest for plan in plans.by_pattern.values()], True
     for scope in EVERYONE:
         same = all(answer == (True, digests) for answer in transport.gather(scope, (same, digests)))
-    return state.holding_what_all_use() if same else state.only(())
+    return plans.holding_what_all_use() if same else plans.only(())
 
 
-def _check_device(transport: Transport, state: PlanState) -> None:
+def _check_device(transport: Transport, plans: Plans) -> None:
     """RunError if the job was started for accelerators, and this rank's model is not on this rank's accelerator."""
-    own, tensors = transport.device, all_tensors(state.module).items()
+    own, tensors = transport.device, all_tensors(plans.module).items()
     held = {tensor.device: name for name, tensor in tensors if not tensor.is_meta}
     if is_accelerator(own) and held and own not in held:
         place, name = held.popitem()
@@ -70,13 +70,13 @@ def _check_device(transport: Transport, state: PlanState) -> None:
 
 
 def plan_together(
-    transport: Transport, scopes: Sequence[str], make: Callable[[], tuple[PlanState, Plan]]
-) -> tuple[PlanState, Plan]:
-    """Returns the state and the plan, which is equal on every rank. If a rank has no plan, or a different plan, every
-    rank raises and keeps its old state. A collective call."""
-    state, plan, failure, wrong = None, None, None, ""
+    transport: Transport, scopes: Sequence[str], make: Callable[[], tuple[Plans, Plan]]
+) -> tuple[Plans, Plan]:
+    """Returns the plans and the plan, which is equal on every rank. If a rank has no plan, or a different plan, every
+    rank raises and keeps its old plans. A collective call."""
+    plans, plan, failure, wrong = None, None, None, ""
     try:
-        state, plan = make()
+        plans, plan = make()
     except Exception as error:
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
     for scope in scopes:  # every scope, even after a failure: other ranks wait in the next scope
@@ -94,9 +94,9 @@ def plan_together(
             wrong = _difference(transport, scope, odd, digests, texts)
     if failure is not None:
         raise failure
-    if wrong or plan is None or state is None:
+    if wrong or plan is None or plans is None:
         raise RunError(wrong)
-    return state, plan
+    return plans, plan
 
 
 def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:

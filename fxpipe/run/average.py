@@ -40,7 +40,7 @@ class Average:
         self._forward_backward, self._decay, self.updates = forward_backward, decay, 0
         self._decay_of(1)  # checks a number
         steps, present = self._present()
-        self._sums = steps.state.reducer.sums
+        self._sums = steps.rank_state.reducer.sums
         sizes = {name: values.numel() for name, values in present.items() if not is_dtensor(values)}
         self._rank_of = dict(zip(sizes, dealt([*sizes.values()], self._sums.shards), strict=True))
         self._averages = {

@@ -41,7 +41,7 @@ class _WireLayout:
 
     def __init__(self, meta: Meta, device: torch.device) -> None:
         self.meta, self.nbytes = meta, meta.nbytes
-        self.plain = PlainMeta.of(meta, device)  # for a single plain tensor, which travels unchanged
+        self.plain = PlainMeta.from_meta(meta, device)  # for a single plain tensor, which travels unchanged
 
 
 class WireExchange:
@@ -156,7 +156,7 @@ class _Receives:
             work.wait()
             described += bytes_of(rest.cpu())
         wire = self.waiting.popleft()
-        wire.post_as(wire.learn(Meta.of(decode(described, sender), sender)))
+        wire.post_as(wire.learn(Meta.from_tree(decode(described, sender), sender)))
         self._advance()
 
     def _receive(self, size: int) -> tuple[Work, Tensor]:

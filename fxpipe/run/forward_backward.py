@@ -28,7 +28,7 @@ from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.parameters.ownership import RankModule, full_state_dict, load_into
 from fxpipe.plan.placement import Place, place_stages
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import EVERYONE, plan_together
 from fxpipe.progress import log
 from fxpipe.run.exchange import Exchange, Mailbox, WireExchange
@@ -59,13 +59,13 @@ class ForwardBackward:
     ``state_dict(full=True)`` if all ranks form one pipe group: by then the value has reached the host without a wait.
     """
 
-    def __init__(self, transport: Metered, planning: PlanState, state: RankState) -> None:
-        self.topology = planning.topology
+    def __init__(self, transport: Metered, plans: Plans, state: RankState) -> None:
+        self.topology = plans.topology
         self.metrics: dict[str, Tensor] = {}
         """The other numbers of the last step's loss dict, as 0-dimensional tensors, of all micro-batches and replicas.
         Integers are added, floating-point numbers averaged by weight as the loss is; a ``Sum`` is Σ total / Σ count.
         ``evaluate`` has the same rule. Tensors with rows are in the output of ``evaluate`` alone."""
-        self._transport, self._state = transport, state
+        self._transport, self._rank_state = transport, state
         self._module, self._reducer = state.module, state.reducer
         self._made: list[ref[DistributedOptimizer]] = []
         self._clipped: Any = None
@@ -73,8 +73,8 @@ class ForwardBackward:
         self._exchange: Exchange = Mailbox() if transport.pipe_rank is None else WireExchange(transport, state.device)
         self._failing = Failing(transport, self._exchange)
         self._running = self._logged_drift = self._has_stepped = False
-        self._steps = Steps(transport, planning, state, self._exchange, self._failing)
-        self._plan = self._shown(planning.first)
+        self._steps = Steps(transport, plans, state, self._exchange, self._failing)
+        self._plan = self._shown(plans.first)
 
     # properties and parameters
 
@@ -101,7 +101,7 @@ class ForwardBackward:
     def cuts(self) -> Cuts | None:
         """The stages that ``boundaries="auto"`` found: print them, save them, or pass them as ``boundaries=``. None
         where the cuts are named or marked."""
-        return self._planning.cuts
+        return self._plans.cuts
 
     @property
     def captures(self) -> CaptureList:
@@ -113,7 +113,7 @@ class ForwardBackward:
 
         ``captures.entries`` has for each capture ``kind``, ``guard`` and ``why``, as text.
         """
-        return CaptureList.of(self._planning.captures)
+        return CaptureList.of(self._plans.captures)
 
     @property
     def required_inputs(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ class ForwardBackward:
             _check_flag(elementwise=elementwise)
         # Tied parameters have several names: a group may use any of them.
         own = dict(self.module.named_parameters(remove_duplicate=False))
-        whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
+        whole = dict(self._plans.module.named_parameters(remove_duplicate=False))
         optimizer = DistributedOptimizer(
             cls,
             params,
@@ -185,9 +185,9 @@ class ForwardBackward:
             self._transport,
             own=own,
             whole=whole,
-            precision=self._planning.options.precision,
+            precision=self._plans.options.precision,
             offload=offload,
-            originals=self._state.originals,
+            originals=self._rank_state.originals,
             elementwise=elementwise,
             cause=self._steps.watch.cause,
             steppers=self._steppers,
@@ -240,7 +240,7 @@ class ForwardBackward:
 
     def _part(self, selected: Any, asker: str, tensors: bool = True) -> dict[str, list[Piece]]:
         """Returns name → this rank's pieces of that parameter, for the parameters that ``selected`` names."""
-        whole = dict(self._planning.module.named_parameters(remove_duplicate=False))
+        whole = dict(self._plans.module.named_parameters(remove_duplicate=False))
         part: dict[str, list[Piece]] = {name: [] for name in names_of(selected, whole, asker, tensors)}
         first = first_names(whole)
         for piece in self._reducer.pieces():
@@ -369,7 +369,7 @@ class ForwardBackward:
         if not self._has_stepped:
             self._has_stepped = True
             # Parameters that no group selects belong to no optimizer and would never change.
-            named = self._planning.module.named_parameters()
+            named = self._plans.module.named_parameters()
             left = [name for name, parameter in named if parameter.requires_grad and name not in self._steppers]
             if left:
                 log(
@@ -406,7 +406,7 @@ class ForwardBackward:
         """
         with self._collective("timeline", of_all=False):
             timeline = self._steps.recorder.timeline()
-        return replace(timeline, advice=partial(advise, self._planning, timeline.costs))
+        return replace(timeline, advice=partial(advise, self._plans, timeline.costs))
 
     def advise(self) -> Advice:
         """Returns the one change of ``placement=`` that would shorten a step most, at the measured costs; print it.
@@ -418,7 +418,7 @@ class ForwardBackward:
             RunError: no step was recorded.
         """
         with self._collective("advise"):
-            return advise(self._planning, self._steps.recorder.costs(None))
+            return advise(self._plans, self._steps.recorder.costs(None))
 
     def traffic(self) -> Traffic:
         """Returns the bytes that this rank moved in the last call and since then. Not a collective call.
@@ -459,35 +459,35 @@ class ForwardBackward:
         with self._collective("reschedule", extends=True):
             self._check_stays(placement)
             costs = self._steps.recorder.costs(activation_bytes)
-            planning, first = plan_together(
+            plans, first = plan_together(
                 self._transport,
                 EVERYONE,
-                lambda: self._planning.rescheduled(with_costs(schedule, costs, in_flight, memory)),
+                lambda: self._plans.rescheduled(with_costs(schedule, costs, in_flight, memory)),
             )
         # The bytes on the edges were measured, and do not depend on the schedule.
         self._plan = self._shown(replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of)), costs)
-        self._steps.replan(planning)
+        self._steps.replan(plans)
         return self.schedule
 
     def _check_stays(self, placement: Mapping[str, Place | Literal["all"]] | None) -> None:
         """RunError if the placement differs from the present one: parameters and optimizer state do not move."""
-        graph, planning = self.stages, self._planning
-        if placement is None or place_stages(graph, planning.ranks, placement) == graph.placement:
+        graph, plans = self.stages, self._plans
+        if placement is None or place_stages(graph, plans.ranks, placement) == graph.placement:
             return
-        cuts = "the same boundaries=" if planning.cuts is None else "boundaries=forward_backward.cuts"
+        cuts = "the same boundaries=" if plans.cuts is None else "boundaries=forward_backward.cuts"
         raise RunError(
             "reschedule() leaves each stage on its rank, and placement= would move parameters and optimizer state: "
             f"save the run, compile the model with {cuts}, placement={dict(placement)}, and load"
         )
 
     @property
-    def _planning(self) -> PlanState:
-        return self._steps.agreement.planning
+    def _plans(self) -> Plans:
+        return self._steps.agreement.plans
 
     def _shown(self, plan: Plan, measured: Costs | None = None) -> Plan:
         """The plan whose stages, when they are printed, show the bytes and seconds that are known by then."""
         steps = self._steps
-        complete = lambda graph: with_figures(steps.agreement.planning, measured, graph)  # noqa: E731
+        complete = lambda graph: with_figures(steps.agreement.plans, measured, graph)  # noqa: E731
         return replace(plan, graph=replace(plan.graph, complete=complete))
 
     @contextlib.contextmanager
@@ -539,18 +539,16 @@ class ForwardBackward:
         name = "state_dict(full=True)"
         with self._alone(name), announced(name, of_all=self._reducer.shards), self._failing.together():
             # With replicas or a tensor axis, a single pipe group may call; the warning is a collective of all ranks.
-            transport, state = self._transport, self._state
+            transport, state = self._transport, self._rank_state
             if transport.ranks("pipe") == transport.ranks("all"):
                 self._steps.watch.warn()
-            return full_state_dict(
-                plain_model(self._planning.module), self.module, state.owners, transport, state.device
-            )
+            return full_state_dict(plain_model(self._plans.module), self.module, state.owners, transport, state.device)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads a plain model's state dict, or this rank's part of it; CheckpointError if the state does not fit."""
         self._steps.check_trained(CheckpointError)
-        state = load_into(self._planning.module, self.module, state)
-        originals, precision = self._state.originals, self._planning.options.precision
+        state = load_into(self._plans.module, self.module, state)
+        originals, precision = self._rank_state.originals, self._plans.options.precision
         originals.update({name: state[name].clone() for name in originals if name in state})
         if precision is not None:
             groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]

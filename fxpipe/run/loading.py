@@ -182,7 +182,7 @@ class _Loading:
             )
         self._loaded: dict[str, Any] = savable(optimizer, self._module)
         self._states: dict[str, Any] = {
-            name: fitted(name, each, reader, steps.state.device) for name, each in self._loaded.items()
+            name: fitted(name, each, reader, steps.rank_state.device) for name, each in self._loaded.items()
         }
         if average is not None:
             if "average" not in reader.tree:
@@ -256,7 +256,7 @@ class _Loading:
         if not goes_on:
             return
         # other state that the next step depends on
-        steps, run, device = self._steps, self._run, self._steps.state.device
+        steps, run, device = self._steps, self._run, self._steps.rank_state.device
         steps.number, steps.seed = run["number"], run["seed"]
         if run["costs"] is not None and tuple(run["stages"]) == self._forward_backward.stages.names:
             steps.recorder.loaded = Costs(**run["costs"])

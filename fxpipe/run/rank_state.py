@@ -19,7 +19,7 @@ from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.parameters.materialise import InitFn, check_no_meta, materialise_parts
 from fxpipe.parameters.ownership import Ownership, RankModule, ownership, release, replace_tensors, why_elsewhere
 from fxpipe.parameters.weights import Weights
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.precision import cast_parameters
 from fxpipe.schedules.lower import pairs
 from fxpipe.sharding.data_axis import alone_groups, check_ties, data_groups, sums_of
@@ -59,11 +59,11 @@ def _base_seed(topology: Topology, transport: Transport) -> int:
     return int(seed)
 
 
-def _open_groups(planning: PlanState, transport: Transport, owners: Ownership) -> None:
+def _open_groups(plans: Plans, transport: Transport, owners: Ownership) -> None:
     """Opens the connections and groups that the plan uses. A collective call of all ranks."""
     if transport.pipe_rank is None:
         return
-    plan, options, topology = planning.first, planning.options, planning.topology
+    plan, options, topology = plans.first, plans.options, plans.topology
     groups = {**data_groups(topology, options.sharding.level, options.sharding.scope), **layer_groups(topology)}
     if options.parallelize is not None:
         groups |= alone_groups(topology)
@@ -102,7 +102,7 @@ def _check_positions(graph: StageGraph, is_parallelized: bool) -> None:
 
 
 def _take_own_part(
-    planning: PlanState,
+    plans: Plans,
     transport: Transport,
     owners: Ownership,
     init_fn: InitFn | None,
@@ -110,12 +110,12 @@ def _take_own_part(
     seed: int,
     device: torch.device,
     stages: ChangedStages | None,
-) -> PlanState:
+) -> Plans:
     """Gives this rank's parameters and buffers their values, equal on all ranks that hold them, and releases the other
     ranks' tensors; returns the plans with these tensors. ``stages``: those that ``parallelize`` has changed while they
     are on the meta device. A collective call of all ranks."""
     rank = transport.pipe_rank
-    names, tensors = owners.of(rank), all_tensors(planning.module)
+    names, tensors = owners.of(rank), all_tensors(plans.module)
     unmade = sorted(name for name in names if tensors[name].is_meta)
     if unmade and weights is None and init_fn is None:
         raise RunError(
@@ -123,28 +123,28 @@ def _take_own_part(
             "Where an earlier fxpipe.compile gave it to another rank, build the model anew"
         )
     if unmade or weights is not None:
-        new = materialise_parts(planning.module, names, device, init_fn, weights, seed)
+        new = materialise_parts(plans.module, names, device, init_fn, weights, seed)
         if stages is not None:
             new |= stages.take(new)
-        for name, module, ranks in _stages_with_modules(planning):
+        for name, module, ranks in _stages_with_modules(plans):
             if rank in (None, *ranks):
                 replace_tensors(module, new)
                 check_no_meta(module, name)
     if rank is not None:
-        tensors = {name: tensor for name, tensor in all_tensors(planning.module).items() if name in names}
-        _make_equal(tensors, planning.topology, transport, owners)
+        tensors = {name: tensor for name, tensor in all_tensors(plans.module).items() if name in names}
+        _make_equal(tensors, plans.topology, transport, owners)
         # frees the memory of the tensors that only other ranks hold
         own = set(map(id, tensors.values()))
-        release(planning.module, names, why_elsewhere(planning.first.graph, owners), device)
-        for _, module, ranks in _stages_with_modules(planning):
+        release(plans.module, names, why_elsewhere(plans.first.graph, owners), device)
+        for _, module, ranks in _stages_with_modules(plans):
             if rank not in ranks:  # tensors shared with this rank's stages may have other names in this module
                 release(module, frozenset(name for name, tensor in all_tensors(module).items() if id(tensor) in own))
-    return planning.with_tensors_of_module()
+    return plans.with_tensors_of_module()
 
 
-def _stages_with_modules(planning: PlanState) -> Iterator[tuple[str, nn.Module, Collection[int]]]:
+def _stages_with_modules(plans: Plans) -> Iterator[tuple[str, nn.Module, Collection[int]]]:
     """Yields (stage name, module, the pipe ranks that run the stage)."""
-    for graph in planning.graphs:
+    for graph in plans.graphs:
         for stage in graph:
             if isinstance(stage.module, nn.Module):
                 yield stage.name, stage.module, graph.ranks(stage.index)
@@ -163,11 +163,11 @@ def _make_equal(tensors: Mapping[str, Tensor], topology: Topology, transport: Tr
         broadcast(once, transport, "tensor", 0)
 
 
-def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> torch.device:
+def _device_of(plans: Plans, owners: Ownership, transport: Transport) -> torch.device:
     """Returns the device that this rank computes on. RunError if ranks have different device types."""
     if transport.pipe_rank is None:
         return transport.device
-    names, everything = owners.of(transport.pipe_rank), all_tensors(planning.module).items()
+    names, everything = owners.of(transport.pipe_rank), all_tensors(plans.module).items()
     devices = [tensor.device for name, tensor in everything if name in names and not tensor.is_meta]
     mine = {device.type for device in devices}
     # Over both axes: a replica may have its tensors on the CPU while another has them on a GPU.
@@ -179,26 +179,26 @@ def _device_of(planning: PlanState, owners: Ownership, transport: Transport) -> 
     return torch.device(next(iter(types))) if types - {transport.device.type} else transport.device
 
 
-def _is_meta(planning: PlanState, owners: Ownership, transport: Transport) -> bool:
+def _is_meta(plans: Plans, owners: Ownership, transport: Transport) -> bool:
     """Whether this rank, one of several processes, has all of its parameters on the meta device."""
-    names, parameters = owners.of(transport.pipe_rank), planning.module.named_parameters(remove_duplicate=False)
+    names, parameters = owners.of(transport.pipe_rank), plans.module.named_parameters(remove_duplicate=False)
     return transport.pipe_rank is not None and all(p.is_meta for name, p in parameters if name in names)
 
 
 def make_rank_state(
-    planning: PlanState, transport: Transport, init_fn: InitFn | None, weights: Weights | None
-) -> tuple[PlanState, RankState]:
+    plans: Plans, transport: Transport, init_fn: InitFn | None, weights: Weights | None
+) -> tuple[Plans, RankState]:
     """Returns the plans and this rank's state: parameters and buffers with values, sharded, wrapped and rounded as the
     options say; the plans hold these same tensors. A collective call of all ranks, after all have the same plan."""
     # All ranks open groups in the same order, before any rank releases the parameters of other ranks.
-    owners, options, topology = ownership(planning.first.graph), planning.options, planning.topology
-    _open_groups(planning, transport, owners)
-    seed, device = _base_seed(topology, transport), _device_of(planning, owners, transport)
+    owners, options, topology = ownership(plans.first.graph), plans.options, plans.topology
+    _open_groups(plans, transport, owners)
+    seed, device = _base_seed(topology, transport), _device_of(plans, owners, transport)
     stages = None
-    if options.parallelize is not None and topology.size("expert") > 1 and _is_meta(planning, owners, transport):
+    if options.parallelize is not None and topology.size("expert") > 1 and _is_meta(plans, owners, transport):
         # Experts are made where they will live alone, so that they are spread first.
-        stages = changed_stages(planning.first.graph, topology, transport, options.parallelize)
-    planning = _take_own_part(planning, transport, owners, init_fn, weights, seed, device, stages)
+        stages = changed_stages(plans.first.graph, topology, transport, options.parallelize)
+    plans = _take_own_part(plans, transport, owners, init_fn, weights, seed, device, stages)
     gradients: Gradients | None = None
     parallel = None
     if options.sharding.level == 3 and transport.data_size > 1:
@@ -206,22 +206,22 @@ def make_rank_state(
 
         mesh = topology.data_mesh(options.sharding.scope)
         gradients = FullyShardedGradients(
-            planning.module, planning.graphs, mesh, transport, owners, options.precision, options.sharding.bucket_bytes
+            plans.module, plans.graphs, mesh, transport, owners, options.precision, options.sharding.bucket_bytes
         )
-        planning = planning.with_tensors_of_module()
+        plans = plans.with_tensors_of_module()
     elif options.parallelize is not None:
-        stages = stages or changed_stages(planning.first.graph, topology, transport, options.parallelize)
-        parallel = parallelise_stages(planning.first.graph, topology, transport, owners, stages)
-        planning = planning.with_tensors_of_module(parallel.adopt)
+        stages = stages or changed_stages(plans.first.graph, topology, transport, options.parallelize)
+        parallel = parallelise_stages(plans.first.graph, topology, transport, owners, stages)
+        plans = plans.with_tensors_of_module(parallel.adopt)
     originals = dict[str, Tensor]()
     if gradients is None and options.precision is not None:  # FSDP2 keeps its own master copies
-        originals = cast_parameters(planning.module, options.precision)
-    module = RankModule(planning.module, owners.of(transport.pipe_rank), transport.data_rank)
+        originals = cast_parameters(plans.module, options.precision)
+    module = RankModule(plans.module, owners.of(transport.pipe_rank), transport.data_rank)
     if gradients is None:
-        graph, rows, rank = planning.first.graph, planning.first.schedule.rows, transport.pipe_rank
+        graph, rows, rank = plans.first.graph, plans.first.schedule.rows, transport.pipe_rank
         row = rows[rank] if rank is not None else ()
         sums = sums_of(options.sharding.level, transport, options.precision, bool(replicated(graph.placement)))
         make = Reducer if parallel is None else partial(ParallelGradients, parallel=parallel)
         gradients = reducer_for(graph, row, module, owners, transport, sums, options.sharding.bucket_bytes, make)
     gradients.meets = transport.pipe_rank is not None and topology.size("expert") * topology.size("context") > 1
-    return planning, RankState(module, gradients, originals, owners, device, seed)
+    return plans, RankState(module, gradients, originals, owners, device, seed)

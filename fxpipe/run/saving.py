@@ -136,7 +136,7 @@ def save(
             agreed(gathering, path, lambda: job.settle(everyone, copies=not block))
             if not block:
                 beside = gathering_beside(steps.transport, first["token"])
-                saver.pending = _write_later(job, beside, steps.state.device, saver.lock)
+                saver.pending = _write_later(job, beside, steps.rank_state.device, saver.lock)
                 return saver.pending
             done: Future[Path] = Future()
             done.set_result(job.write(gathering))
@@ -289,7 +289,7 @@ class _Job:
         run = {"number": steps.number, "seed": steps.seed, "stages": list(stages)}
         plain: dict[str, Any] = {
             "extra": extra,
-            "random": RandomState([steps.state.device]).numbers,
+            "random": RandomState([steps.rank_state.device]).numbers,
             "generators": {name: state_of(each) for name, each in steps.generators(of_rank=True).items()},
             "run": {**run, "costs": None if costs is None else asdict(costs)},
             **{name: value.state_dict() for name, value in stateful.items() if value is not None},

@@ -82,7 +82,7 @@ class ActionTable(ABC):
     @cached_property
     def rank_of(self) -> RankOf:
         """(stage, micro-batch) → the rank that runs it."""
-        return RankOf.of(self.placement, groups_of(self.rows))
+        return RankOf.from_placement(self.placement, groups_of(self.rows))
 
     def rank(self, action: Action) -> int:
         """Returns the rank that runs an action."""

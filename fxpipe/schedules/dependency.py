@@ -66,7 +66,9 @@ class Dependencies:
     ``held_back``."""
 
     @staticmethod
-    def of(edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()) -> Dependencies:
+    def from_edges(
+        edges: Sequence[EdgeLike], backward: Sequence[bool], rows: Sequence[Sequence[Action]] = ()
+    ) -> Dependencies:
         """Returns the dependencies along ``edges``. ``backward``: if each stage has a backward. ``rows``: the table."""
         replacing: dict[Kind, set[Half]] = {}
         for row in rows:

@@ -173,7 +173,7 @@ class Lowering:
         absent: Collection[tuple[int, int]] = (),
     ) -> None:
         self._rows, self._edges, self._groups = rows, edges, groups_of(rows)
-        self._rank_of = RankOf.of(placement, self._groups)
+        self._rank_of = RankOf.from_placement(placement, self._groups)
         self._shared, self._absent = sharing(edges, self._rank_of, values), absent
         # (stage, direction) → the edges whose values, or gradients, the stage makes
         self._makes: dict[tuple[int, Direction], list[int]] = {}

@@ -90,7 +90,7 @@ class Schedule(ActionTable):
     def dependencies(self) -> Dependencies:
         """The dependencies, with the waits that limit how far stages without backward run ahead."""
         # Simulation finds the caps, since caps must not make the step longer.
-        free = Dependencies.of(self.links, self.backward, self.rows)
+        free = Dependencies.from_edges(self.links, self.backward, self.rows)
         turns = [len(ranks_of(entry)) for entry in self.placement]
         return held_back(free, self.backward, self.microbatches, lambda capped: makespan(self, capped), turns)
 

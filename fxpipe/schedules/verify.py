@@ -162,7 +162,7 @@ class Machine:
     ) -> None:
         self._rows, self._edges = instructions, edges
         actions = [[step.action for step in row if isinstance(step, Compute)] for row in instructions]
-        self._dependencies = Dependencies.of(edges, backward, actions)
+        self._dependencies = Dependencies.from_edges(edges, backward, actions)
         # Action → its rank. A part of a table may lack actions that other actions wait for.
         self._home = {action: rank for rank, row in enumerate(actions) for action in row}
         self._next = [0] * len(instructions)

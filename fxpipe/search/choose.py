@@ -66,7 +66,7 @@ class Balanced:
     """The nodes of each block of the layouts."""
 
     @staticmethod
-    def of(program: Program, result: SearchResult, work: BlockGraph) -> Balanced:
+    def from_search(program: Program, result: SearchResult, work: BlockGraph) -> Balanced:
         costs = work.costs
         best, what = result.best, f"{costs.source}; {costs.account}"
         if BETWEEN in best.layout.origin and any(other.seconds < best.seconds for other in result.others):
@@ -157,7 +157,7 @@ def balance(
     family, result, refused = with_costs(schedule), None, None
     for piece_of, how in [(tuple(range(len(work))), "")] if is_cut else _pieces(program, work, ranks):
         merged = work.merged(piece_of)
-        again = Rerun.of(recompute, program.stage_names if is_cut else [""] * len(merged))
+        again = Rerun.from_option(recompute, program.stage_names if is_cut else [""] * len(merged))
         try:
             effort = FINER if result is not None else 1.0
             limits = microbatches, family, memory, again
@@ -178,7 +178,7 @@ def balance(
         stage_of = result.best.layout.stage_of
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
         program = program.replace(stage_of=stages, gathered={})
-    return Balanced.of(program, result, work)
+    return Balanced.from_search(program, result, work)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -358,7 +358,7 @@ class Balancing:
                     pattern.ambient.autocast,
                     self.hardware,
                     self.compute,
-                    Account.of(self.options, self.topology),
+                    Account.from_options(self.options, self.topology),
                     bytes_of_inputs(pattern.shapes, self.options.precision),
                     # no halves if backwards run as a whole, or if a compiler cuts them
                     halves=self.options.stage_compiler is None and self.options.parallelize is None,

@@ -56,7 +56,7 @@ class Account:
     states: float = 2.0
 
     @staticmethod
-    def of(options: Options, topology: Topology) -> Account:
+    def from_options(options: Options, topology: Topology) -> Account:
         """The account for ``zero`` and ``precision`` on a topology, with Adam's two moments. If groups
         differ in their number of ranks, the smallest group counts."""
         if topology.size(BATCH) == 1:

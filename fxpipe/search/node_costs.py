@@ -110,7 +110,7 @@ class ParameterCost:
     """The size of the parameter's first dimension; 0 if it has no dimension."""
 
     @staticmethod
-    def of(tensor: Tensor) -> ParameterCost:
+    def from_tensor(tensor: Tensor) -> ParameterCost:
         """The entry of a parameter or a buffer."""
         if not isinstance(tensor, nn.Parameter):
             return ParameterCost(tensor.nbytes)
@@ -290,7 +290,7 @@ class _CostingRun:
         named = parameters | dict(program.module.named_buffers())
         self._keys = {id(tensor): key for key, tensor in enumerate(named.values())}
         self._inputs = {name: len(named) + index for index, name in enumerate(batch)}
-        entries = [*map(ParameterCost.of, named.values()), *map(ParameterCost, batch.values())]
+        entries = [*map(ParameterCost.from_tensor, named.values()), *map(ParameterCost, batch.values())]
         self.parameters = dict(enumerate(entries))
         # Storages are kept alive so that ids are unique; the bytes of the batch are counted apart.
         self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]

@@ -66,7 +66,7 @@ class Rerun:
     """Whether to recompute only the stages in which this saves memory."""
 
     @staticmethod
-    def of(wanted: Recompute, names: Sequence[str]) -> Rerun | None:
+    def from_option(wanted: Recompute, names: Sequence[str]) -> Rerun | None:
         """The blocks to recompute for the option ``wanted``. ``names``: the stage of each block, or "" if stages do not
         exist yet; then named stages are recomputed only at need."""
         if isinstance(wanted, tuple) and "" not in names:

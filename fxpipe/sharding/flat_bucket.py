@@ -81,7 +81,7 @@ class FlatBucket:
             if self.values is not None:
                 parameter.data = view_of(self.values, slot, parameter).copy_(parameter.detach())
             like = torch.empty_like(parameter, device="meta", dtype=self.dtype, requires_grad=False)
-            mark = _Mark.of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
+            mark = _Mark.in_place_of(like, f"zero={sums.zero} {_IN_PARTS.format(slot.name)}", self.device)
             self.members.append(InBucket(slot, parameter, mark))
         self.summing: Sequence[InBucket] = self.members  # in a call: the members whose gradients it sums
         self.complete = False  # whether its sum has started, so that no gradient may come any more

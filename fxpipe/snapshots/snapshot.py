@@ -156,7 +156,7 @@ class State:
         ]
 
     @classmethod
-    def of(
+    def from_modules(
         cls,
         modules: Sequence[nn.Module],
         devices: Iterable[torch.device],

@@ -43,7 +43,7 @@ class Elsewhere(Tensor):
         return stub
 
     @classmethod
-    def of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
+    def in_place_of(cls, tensor: Tensor, why: str, device: torch.device) -> Tensor:
         """Returns the placeholder of a tensor: of the tensor's kind, with its attributes."""
         # a tensor keeps the attributes that a user has set, such as a tag for weight decay
         stub: Tensor = cls(torch.empty_like(tensor.detach(), device="meta"), why, device)
@@ -95,7 +95,7 @@ class Elsewhere(Tensor):
     data = property(Tensor.detach, _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), type(self).of(self, self.why, self.device))  # type: ignore[no-any-return]
+        return memo.setdefault(id(self), type(self).in_place_of(self, self.why, self.device))  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{list(self.shape)}, {self.dtype}: {self.why}>"

@@ -24,13 +24,6 @@ def import_dynamo() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def guard_on_data() -> type[Exception]:
-    """The error that export raises if forward branches on a value. Imported here, since the module imports sympy."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    return GuardOnDataDependentSymNode
-
-
 @contextlib.contextmanager
 def module_calls_ended() -> Iterator[None]:
     """A context around module calls in an export: after a BaseException, removes the calls inside the context from

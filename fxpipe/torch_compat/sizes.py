@@ -1,12 +1,10 @@
-"""Symbolic sizes: their values, the guards on them, and how torch decides conditions; the same in 2.13 to 2.15.
+"""Symbolic sizes: their values, the guards on them, and how torch decides conditions; the same in 2.13 to 2.15."""
 
-Modules that import sympy, which takes a second, are imported in functions.
-"""
+# ruff: noqa: F401  (other files take what is imported here)
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config as fx_config
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # forward branches on a value in export
+
+SIZE_DECISIONS = symbolic_shapes.ShapeEnv, "evaluate_expr"
+"""The class and the name of the method that evaluates a condition on a symbolic size and records a guard. Instances
+have ``guards`` and ``replacements``, symbol → expression."""
 
 
 def hint_of(size: Any) -> Any:
@@ -33,11 +37,9 @@ def is_unbacked(number: Any) -> bool:
 
 def known_truth(truth: Any) -> bool | None:
     """A symbolic truth value as the ranges of its symbols decide: no size is negative. None if only values decide."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    if statically_known_true(truth):
+    if symbolic_shapes.statically_known_true(truth):
         return True
-    return False if statically_known_true(torch.sym_not(truth)) else None  # type: ignore[no-untyped-call]
+    return False if symbolic_shapes.statically_known_true(torch.sym_not(truth)) else None  # type: ignore[no-untyped-call]
 
 
 def fix_size(size: Any, number: int) -> None:
@@ -63,10 +65,8 @@ def size_guards(values: Sequence[Tensor]) -> list[str]:
 
 def holds_for(expression: str | types.CodeType, tensors: Mapping[str, Any]) -> bool:
     """Whether a guard, or a part of a guard, holds for ``tensors``; False for a guard that divides by a size of 0."""
-    from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
-
     try:
-        return bool(eval(expression, SYMPY_INTERP, {"L": tensors}))
+        return bool(eval(expression, symbolic_shapes.SYMPY_INTERP, {"L": tensors}))
     except ZeroDivisionError:
         return False
 
@@ -75,25 +75,17 @@ def holds_for(expression: str | types.CodeType, tensors: Mapping[str, Any]) -> b
 def sizes_like_any() -> Iterator[None]:
     """While the context is open, symbolic sizes may be 0 or 1 like any other number, unless a guard distinguishes them.
     torch would still assume positive sizes, and would simplify ``max(size, 1)`` to the size without a guard."""
-    symbolic_shapes: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes")
-    make = symbolic_shapes.make_symbol
+    home: Any = symbolic_shapes
+    make = home.make_symbol
 
     def symbol(prefix: Any, number: int, **assumptions: Any) -> Any:
-        is_size = prefix is symbolic_shapes.SymT.SIZE and assumptions.pop("positive", None)
+        is_size = prefix is home.SymT.SIZE and assumptions.pop("positive", None)
         return make(prefix, number, **assumptions, **({"nonnegative": True} if is_size else {}))
 
     # torch looks up this function by its name in the module, at each call.
-    symbolic_shapes.make_symbol = symbol
+    home.make_symbol = symbol
     try:
         with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
             yield
     finally:
-        symbolic_shapes.make_symbol = make
-
-
-def size_decisions() -> tuple[type, str]:
-    """The class and the name of the method that evaluates a condition on a symbolic size and records a guard. Instances
-    have ``guards`` and ``replacements``, symbol → expression. Imported here, since the module imports sympy."""
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return ShapeEnv, "evaluate_expr"
+        home.make_symbol = make

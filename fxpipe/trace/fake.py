@@ -58,7 +58,7 @@ class FakeModel:
 
     def bare(self, value: Any) -> Any:
         """The value with each tensor replaced by a similar fake tensor without an autograd graph."""
-        return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorSpec.of(tensor)), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: self.leaf(TensorSpec.from_tensor(tensor)), value)
 
     def result_of(self, spec: TensorSpec) -> Tensor:
         """A fake tensor that is no leaf if it requires a gradient, as if an operation returned it."""

@@ -114,13 +114,13 @@ class Request:
     """Whether forward may ask for numbers, and not for bools alone. Each number takes a capture."""
     any_words: bool = False
     """Whether the program must be valid for any strings in containers among the inputs."""
-    holding: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
+    fixed_leaves: Mapping[str, Sequence[bool]] = field(default_factory=lambda: MappingProxyType({}))
     """The name of an input whose containers are constants of the program → whether each of its leaves is, too."""
-    is_kept: Callable[[str, nn.Module], bool] = lambda path, module: False
+    is_leaf_module: Callable[[str, nn.Module], bool] = lambda path, module: False
     """Whether a tracer that keeps modules keeps this submodule as one call also in a model without boundaries."""
     generators: Generators = field(default_factory=lambda: MappingProxyType({}))
     """The random generators of the model's own, by name."""
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    call_context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Makes the context of each call of the model."""
 
     @property
@@ -171,7 +171,7 @@ class Request:
                 break
             leading.append(arguments.pop(p.name, p.default))
         bound = signature.bind(*leading, **arguments)
-        with self.around():
+        with self.call_context():
             output = self.module(*bound.args, **bound.kwargs)
             return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)
 

@@ -170,7 +170,7 @@ RULES: Any = {
     "pairs": Packed(2),
     "nested": {"whole": None, "boxes": Packed(lambda x: [0, 2, 3, 0])},
 }
-BATCH = Batch.of([describe(VALUES)], [counts_of(VALUES, RULES)], RULES, 3)
+BATCH = Batch.from_descriptions([describe(VALUES)], [counts_of(VALUES, RULES)], RULES, 3)
 
 
 def test_each_input_is_cut_by_its_rule() -> None:

@@ -115,7 +115,7 @@ def sum_gradients(forward_backward: fxpipe.ForwardBackward, _: object, rank: int
 
 
 def freeze_on_one_rank(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:
-    forward_backward._planning.module.two.weight.requires_grad_(not rank)
+    forward_backward._plans.module.two.weight.requires_grad_(not rank)
 
 
 def ask_for_the_timeline(forward_backward: fxpipe.ForwardBackward, _: object, rank: int) -> None:

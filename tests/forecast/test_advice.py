@@ -17,7 +17,7 @@ from fxpipe.forecast.advice import advise
 from fxpipe.graph.ranks import Placement, ranks_of
 from fxpipe.options import Options
 from fxpipe.plan.example import Example
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import plan_first
 from fxpipe.schedules import Costs, build
 
@@ -45,7 +45,7 @@ class Counting(nn.Module):
         return x * self.calls
 
 
-def planned(placement: dict[str, Any], schedule: Any = "1f1b", **options: Any) -> PlanState:
+def planned(placement: dict[str, Any], schedule: Any = "1f1b", **options: Any) -> Plans:
     stages: dict[str, Any] = {
         "video": lambda x: x,
         "words": lambda y: y,
@@ -56,8 +56,8 @@ def planned(placement: dict[str, Any], schedule: Any = "1f1b", **options: Any) -
     backward = [replace(stage, has_backward=True) for stage in graph]
     graph = replace(graph, stages=tuple(backward))
     given = Options(microbatches=MICROBATCHES, placement=placement, schedule=schedule, **options)
-    planning = PlanState.empty(graph, given, Topology([("pipe", RANKS)]), torch.device("cpu"))
-    return plan_first(Example(planning, given))[0]
+    plans = Plans.empty(graph, given, Topology([("pipe", RANKS)]), torch.device("cpu"))
+    return plan_first(Example(plans, given))[0]
 
 
 def changed(placement: Placement) -> Iterator[Placement]:
@@ -73,8 +73,8 @@ def changed(placement: Placement) -> Iterator[Placement]:
         yield tuple(places)
 
 
-def seconds(placement: Placement, costs: Costs, planning: PlanState) -> float:
-    schedule = planning.first.schedule
+def seconds(placement: Placement, costs: Costs, plans: Plans) -> float:
+    schedule = plans.first.schedule
     if {rank for entry in placement for rank in ranks_of(entry)} != set(range(RANKS)):
         return float("inf")
     try:
@@ -87,17 +87,17 @@ def seconds(placement: Placement, costs: Costs, planning: PlanState) -> float:
 @pytest.mark.parametrize("forward", [[4, 1, 1, 1], [1, 1, 4, 1], [3, 3, 1, 1], [1, 2, 3, 4]], ids=str)
 @pytest.mark.parametrize("comm", [0.0, 0.5])
 def test_it_is_the_best_of_all_single_changes(forward: list[float], comm: float) -> None:
-    planning = planned({"video": 0, "words": 0, "middle": 1, "loss": 2})
+    plans = planned({"video": 0, "words": 0, "middle": 1, "loss": 2})
     costs = replace(Costs.of(4, forward, [2 * f for f in forward], comm=comm), source="costs measured")
-    told = advise(planning, costs)
-    now = planning.first.schedule.simulate(costs).makespan
-    placement = planning.first.graph.placement
-    least = min(seconds(other, costs, planning) for other in changed(placement))
+    told = advise(plans, costs)
+    now = plans.first.schedule.simulate(costs).makespan
+    placement = plans.first.graph.placement
+    least = min(seconds(other, costs, plans) for other in changed(placement))
     assert told.seconds == pytest.approx(now)
     assert bool(told.change) == (forward != [1, 2, 3, 4])  # there compile's table for the best placement saves nothing
     if not told.change:
         return
-    assert seconds(tuple(told.placement[name] for name in planning.first.graph.names), costs, planning) == (
+    assert seconds(tuple(told.placement[name] for name in plans.first.graph.names), costs, plans) == (
         pytest.approx(least)
     )
     # What is pasted gives what was promised: the table that compile makes, which knows no measured costs.
@@ -107,9 +107,9 @@ def test_it_is_the_best_of_all_single_changes(forward: list[float], comm: float)
 
 
 def test_it_prints_what_moves_what_that_saves_and_what_to_paste() -> None:
-    planning = planned({"video": 0, "words": 0, "middle": 1, "loss": 2})
+    plans = planned({"video": 0, "words": 0, "middle": 1, "loss": 2})
     costs = replace(Costs.of(4, [0.004, 0.001, 0.001, 0.001], [0.008, 0.002, 0.002, 0.002]), source="costs measured")
-    told = advise(planning, costs)
+    told = advise(plans, costs)
     text = str(told)
     assert repr(told) == text
     assert text.startswith(f"{told.change}: saves ")
@@ -125,7 +125,7 @@ def test_with_recomputation_what_is_pasted_gives_what_was_promised() -> None:
     """Where a stage saves nothing by it depends on the placement."""
     stages, x = ["0", "1", "2", "3"], torch.randn(16, 8)
 
-    def compiled(placement: dict[str, Any]) -> PlanState:
+    def compiled(placement: dict[str, Any]) -> Plans:
         model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in stages))
         given = Options(
             microbatches=8,
@@ -135,13 +135,13 @@ def test_with_recomputation_what_is_pasted_gives_what_was_promised() -> None:
             loss_fn=lambda y: y.square().mean(),
             example_args=(x,),
         )
-        planning = PlanState.empty(model, given, Topology([("pipe", 2)]), torch.device("cpu"))
-        return plan_first(Example(planning, given))[0]
+        plans = Plans.empty(model, given, Topology([("pipe", 2)]), torch.device("cpu"))
+        return plan_first(Example(plans, given))[0]
 
-    planning = compiled({"0": 0, "1": 0, "2": 1, "3": 1})
+    plans = compiled({"0": 0, "1": 0, "2": 1, "3": 1})
     for forward in ([2.5, 3.1, 3.6, 1.0], [2, 1, 1, 1], [1, 1, 1, 2]):
         costs = replace(Costs.of(4, forward, [2, 1, 1, 1]), source="costs measured")
-        told = advise(planning, costs)
+        told = advise(plans, costs)
         again = compiled(dict(told.placement)).first.schedule.simulate(costs).makespan
         assert again == pytest.approx(told.seconds - told.saved, rel=1e-3)
 
@@ -160,10 +160,10 @@ class TwoStages(nn.Module):
 @pytest.mark.parametrize("counting", [0, 1, 2])
 def test_a_stage_that_writes_stays_on_one_rank_and_where_nothing_helps_it_says_so(counting: int) -> None:
     given = Options(microbatches=4, example_args=(torch.randn(8, 4),))
-    planning = PlanState.empty(TwoStages(counting), given, Topology([("pipe", 2)]), torch.device("cpu"))
-    planning = plan_first(Example(planning, given))[0]
-    told = advise(planning, replace(Costs.of(2, [8, 2], [16, 4]), source="costs measured"))
-    assert isinstance(told.placement[planning.first.graph.names[0]], tuple) == (counting == 0)
+    plans = Plans.empty(TwoStages(counting), given, Topology([("pipe", 2)]), torch.device("cpu"))
+    plans = plan_first(Example(plans, given))[0]
+    told = advise(plans, replace(Costs.of(2, [8, 2], [16, 4]), source="costs measured"))
+    assert isinstance(told.placement[plans.first.graph.names[0]], tuple) == (counting == 0)
     if counting == 2:
         assert not told.change
         assert told.saved == 0
@@ -188,6 +188,6 @@ def test_the_plan_beside_a_step_ends_with_it_and_advise_returns_it() -> None:
     forward_backward(x, target=y)
     real = forward_backward.timeline()
     told = forward_backward.advise()
-    assert told == advise(forward_backward._planning, real.costs)
+    assert told == advise(forward_backward._plans, real.costs)
     assert str(fxpipe.compare(real.schedule.simulate(real.costs), real)).endswith(f"\n\n{told}")
     assert set(told.placement) == {"0", "1", "2", "3"}

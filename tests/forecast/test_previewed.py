@@ -201,8 +201,8 @@ def test_searches_count_what_a_preview_does(
 ) -> None:
     ranks, options = PLACED[how]
     found: list[Balanced] = []
-    made = Balanced.of
-    monkeypatch.setattr(Balanced, "of", lambda *args: found.append(made(*args)) or found[-1])
+    made = Balanced.from_search
+    monkeypatch.setattr(Balanced, "from_search", lambda *args: found.append(made(*args)) or found[-1])
     topology = Topology([("pipe", ranks), ("data", 4)])
     told = preview(topology, Buffered(), zero=zero, precision=precision, hardware=Hardware(memory=1e9), **options)
     counted = [rank.total - rank.messages for rank in told.ranks]

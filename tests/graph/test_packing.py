@@ -23,7 +23,7 @@ DTYPES = [
 def travel(value: Any) -> Any:
     """The value behind a wire: its description told, its bytes copied into buffers allocated from it alone."""
     meta, buffers = pack(value)
-    arrived = Meta.of(decode(encode(meta.tree), "rank 0"), "rank 0")
+    arrived = Meta.from_tree(decode(encode(meta.tree), "rank 0"), "rank 0")
     assert arrived == meta
     received = allocate(arrived, HERE)
     assert [(b.shape, b.dtype) for b in received] == [(b.shape, b.dtype) for b in buffers]

@@ -15,7 +15,7 @@ TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torc
 
 def fingerprint(tensor: Tensor, positions: Tensor | None = None) -> Fingerprint:
     numbers, bits = measure(tensor, positions)
-    return Fingerprint.of(numbers.tolist(), int(bits))
+    return Fingerprint.from_numbers(numbers.tolist(), int(bits))
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

@@ -92,7 +92,7 @@ def test_modes_that_a_model_keeps_by_itself_stay() -> None:
 def test_a_parameter_of_another_rank_that_was_rounded_is_not_seen_to_change() -> None:
     """With ``precision=`` export refused each capture behind the first, as if forward set ``.data``."""
     model = nn.Linear(4, 4)
-    model.weight = Elsewhere.of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
+    model.weight = Elsewhere.in_place_of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
     model.weight.data = model.weight.detach().to(torch.bfloat16)
     assert list(Snapshot(model).changes()) == []
     with pytest.raises(fxpipe.RunError, match="on rank 1"):
@@ -102,7 +102,7 @@ def test_a_parameter_of_another_rank_that_was_rounded_is_not_seen_to_change() ->
 def test_a_parameter_of_another_rank_is_skipped_by_optimizers_and_missed_by_a_norm() -> None:
     """As nanoGPT trains: its optimizer and its ``clip_grad_norm_`` are given all of the model's parameters."""
     model = nn.Linear(4, 4)
-    model.weight = Elsewhere.of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
+    model.weight = Elsewhere.in_place_of(model.weight, "on rank 1", torch.device("cpu"))  # type: ignore[assignment]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before, model.bias.grad = model.bias.detach().clone(), torch.ones(4)
     optimizer.step()

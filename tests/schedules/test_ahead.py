@@ -81,7 +81,7 @@ def posts(schedule: Schedule) -> dict[tuple[int, object, int], Action | None]:
 
 def test_a_step_takes_no_longer_than_without_caps() -> None:
     for schedule in tables():
-        free = Dependencies.of(schedule.links, schedule.backward, schedule.rows)
+        free = Dependencies.from_edges(schedule.links, schedule.backward, schedule.rows)
         unbounded = simulate(schedule, Costs.of(len(schedule.placement)), free)
         assert schedule.simulate().makespan == unbounded.makespan
 
@@ -136,7 +136,7 @@ def test_in_front_of_a_group_a_frozen_tower_is_two_groups_ahead(name: str) -> No
     """One that is taken, and one that is made meanwhile."""
     schedule = build(name, TOWER, 32, backward=[False] * 4 + [True] * 2, gather={5: 4})  # type: ignore[arg-type]
     assert schedule.dependencies.ahead[3] == 8
-    free = Dependencies.of(schedule.links, schedule.backward, schedule.rows)
+    free = Dependencies.from_edges(schedule.links, schedule.backward, schedule.rows)
     assert schedule.simulate().makespan == simulate(schedule, Costs.of(6), free).makespan
 
 

@@ -58,11 +58,13 @@ def test_what_is_frozen_has_a_master_and_no_more() -> None:
     ],
 )
 def test_who_shards_is_as_the_scope_of_zero_says(axes: Any, per_node: int | None, scope: Any, shards: int) -> None:
-    assert Account.of(Options(zero=fxpipe.Zero(1, scope=scope)), Topology(axes, per_node)) == Account(1, shards)
+    assert Account.from_options(Options(zero=fxpipe.Zero(1, scope=scope)), Topology(axes, per_node)) == Account(
+        1, shards
+    )
 
 
 def test_one_replica_shards_nothing() -> None:
-    assert Account.of(Options(zero=3), Topology([("pipe", 4)])) == Account(0, 1)
+    assert Account.from_options(Options(zero=3), Topology([("pipe", 4)])) == Account(0, 1)
 
 
 @pytest.mark.parametrize(("rows", "part"), [(1, 30), (3, 10), (15, 4), (0, 30)])

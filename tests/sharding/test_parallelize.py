@@ -613,14 +613,14 @@ def test_captures_that_are_dropped_are_let_go_of(monkeypatch: pytest.MonkeyPatch
     forward_backward = fxpipe.compile(
         model, Topology([("pipe", 2)]), parallelize=nothing, microbatches=1, example_args=(batch(0, 0),)
     )
-    planning, seen = forward_backward._planning, WeakSet[Any]()
+    plans, seen = forward_backward._plans, WeakSet[Any]()
     for rows in [2, 3, 4, 2, ROWS]:
         x = batch(0, 0)[:rows]
         assert forward_backward(x).item() == pytest.approx(plain(x).item(), rel=1e-6)
-        seen.update(stage.module for graph in planning.graphs for stage in graph)
-        kept = {id(stage.module) for graph in planning.graphs for stage in graph}
+        seen.update(stage.module for graph in plans.graphs for stage in graph)
+        kept = {id(stage.module) for graph in plans.graphs for stage in graph}
         gc.collect()
-        homes = [stage.function.module for stage in planning.first.graph]  # type: ignore[attr-defined]
+        homes = [stage.function.module for stage in plans.first.graph]  # type: ignore[attr-defined]
         assert sum("_of_capture_" in name for home in homes for name in dir(home)) <= 2
     assert len(kept) < 10
     assert {id(module) for module in seen} == kept, "what was dropped is gone"

@@ -29,7 +29,7 @@ class Cached(Two):
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
         h = self.a(x)
-        return {"loss": self.loss(h, y), "cache": TensorSpec.of(h), "rows": h, "norm": h.norm()}
+        return {"loss": self.loss(h, y), "cache": TensorSpec.from_tensor(h), "rows": h, "norm": h.norm()}
 
 
 def test_in_training_the_loss_and_the_scalars_beside_it_are_returned() -> None:

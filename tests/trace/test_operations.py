@@ -48,7 +48,7 @@ def assert_captured(operation: Operation, tracer: str) -> None:
     """Its stages give eager's losses and gradients, on other numbers than were captured."""
     model = One(operation)
     eager = copy.deepcopy(model)
-    example = {name: TensorSpec.of(tensor) for name, tensor in batch(0).items()}
+    example = {name: TensorSpec.from_tensor(tensor) for name, tensor in batch(0).items()}
     program = TRACERS[tracer](Request(model, ("x", "y"), example=example, cuts={"b": "before"}))
     graph = split(chain(passes.default(), program))
     for number in (1, 2):

@@ -176,7 +176,7 @@ def test_a_model_that_goes_back_and_forth_is_captured_once_for_each(capfd: pytes
     for number in range(6):
         model.beta = (1.0, 0.25)[number % 2]
         losses.append(forward_backward(*batch(0)))
-    assert len(forward_backward._planning.plans) == 2  # one for each capture that was made
+    assert len(forward_backward._plans.by_pattern) == 2  # one for each capture that was made
     assert all(torch.equal(loss, losses[0] * (1.0, 0.25)[number % 2]) for number, loss in enumerate(losses))
 
 
@@ -248,7 +248,7 @@ def test_what_is_not_read_may_change_with_every_step() -> None:
     for number in range(MOST + 1):
         model.seen = number
         forward_backward(*batch(number))
-    assert len(forward_backward._planning.plans) == 1
+    assert len(forward_backward._plans.by_pattern) == 1
 
 
 def test_what_changes_with_every_step_is_refused_with_what_to_write() -> None:

@@ -14,8 +14,8 @@ import fxpipe
 from fxpipe.capture import auto_opaque, capturing, same_stages
 from fxpipe.capture.capturing import Capturing
 from fxpipe.capture.region_facts import RegionFacts
-from fxpipe.plan import plan_state
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan import plans
+from fxpipe.plan.plans import Plans
 from fxpipe.trace.reads import Reads
 from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
@@ -34,11 +34,11 @@ PHASES: dict[str, tuple[Any, str]] = {
     "watching": (capturing, "watch"),
     "capturing": (Capturing, "of"),
     "grouping": (same_stages, "for_groups"),
-    "placing": (plan_state, "place_stages"),
-    "choosing a table": (plan_state, "choose_table"),
-    "lowering": (plan_state, "lower"),
-    "proving": (plan_state, "prove"),
-    "comparing stages": (PlanState, "_check_same_stages"),
+    "placing": (plans, "place_stages"),
+    "choosing a table": (plans, "choose_table"),
+    "lowering": (plans, "lower"),
+    "proving": (plans, "prove"),
+    "comparing stages": (Plans, "_check_same_stages"),
 }
 
 

@@ -253,10 +253,10 @@ def dropping(sizes: Sequence[tuple[int, int]]) -> Steps:
         found += steps(forward_backward, [size])
         if step % 3 == 0:
             forward_backward.evaluate(**sized(*size))
-        planning = forward_backward._planning
-        seen.update(stage.module for graph in planning.graphs for stage in graph)
+        plans = forward_backward._plans
+        seen.update(stage.module for graph in plans.graphs for stage in graph)
     gc.collect()
-    assert {id(module) for module in seen} == {id(stage.module) for graph in planning.graphs for stage in graph}
+    assert {id(module) for module in seen} == {id(stage.module) for graph in plans.graphs for stage in graph}
     return found
 
 

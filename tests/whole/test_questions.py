@@ -178,7 +178,7 @@ def test_there_is_a_capture_for_an_outcome_of_a_micro_batch_not_for_each_of_a_ba
     fb = compiled(Masked(), BATCHES[0], CUTS)
     for one in BATCHES:
         fb(**one)
-    captures = fb._planning.captures
+    captures = fb._plans.captures
     assert len([guard for guard in captures.guards if guard.values.training]) == 2
     assert "if mask.all() else" in str(fb.stages)
     assert "waits for a GPU" in str(fb.stages)

@@ -31,7 +31,7 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import read_for, written
 from fxpipe.plain_data import admitted, encode, number_of
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
@@ -125,30 +125,30 @@ class AgreedBatch:
 class Agreement:
     """Settles calls, and remembers kinds of batch: for a known kind, each rank sends only a number."""
 
-    def __init__(self, planning: PlanState, transport: Transport) -> None:
-        self.planning, self._transport, self._options = planning, transport, planning.options
+    def __init__(self, plans: Plans, transport: Transport) -> None:
+        self.plans, self._transport, self._options = plans, transport, plans.options
         """The plan state, replaced after all ranks of a pipe group have made the same new state."""
         self._numbers: dict[Proposal, int] = {}
-        self._types = {id(parameter): parameter.dtype for parameter in planning.module.parameters()}
-        self._parameters = list(planning.module.parameters())  # keeps their ids from being reused
-        self._take(planning.with_captures(reads=planning.captures.reads.after_compile()))
+        self._types = {id(parameter): parameter.dtype for parameter in plans.module.parameters()}
+        self._parameters = list(plans.module.parameters())  # keeps their ids from being reused
+        self._take(plans.with_captures(reads=plans.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
         self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
         """The known kinds, least recently used first, in the same order on all ranks of a pipe group. The second part
         of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts."""
-        self._pairs = set(pairs(planning.first.instructions))  # the (sender, receiver) pairs with open queues
+        self._pairs = set(pairs(plans.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a forgotten number is never used again
         self._lists: set[str] = set()  # lists that a warning has named as not split
         self.dropped: list[int] = []
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
-    def _take(self, planning: PlanState) -> None:
+    def _take(self, plans: Plans) -> None:
         """Replaces the plan state, sets its captures' memos, and has watched regions compare its reads."""
-        if planning.captures.reads.memos:
-            planning = planning.with_captures(reads=planning.captures.reads.with_memos_set())
-        self.planning, planning.captures.source.latest.reads = planning, planning.captures.reads
+        if plans.captures.reads.memos:
+            plans = plans.with_captures(reads=plans.captures.reads.with_memos_set())
+        self.plans, plans.captures.source.latest.reads = plans, plans.captures.reads
 
     # this rank's inputs
 
@@ -169,17 +169,17 @@ class Agreement:
             signature = self._signature_for(training)
             given = [with_number(bind(signature, args, kwargs)) for args, kwargs in calls]
             # Python's numbers are described only if a capture is tied to them: otherwise each number makes a new kind.
-            described = tuple(describe(values, self.planning.needs_shapes, objects) for values in given)
-            self._take(planning := self.planning.at_present(objects))
-            if planning.captures.any_words:
+            described = tuple(describe(values, self.plans.needs_shapes, objects) for values in given)
+            self._take(plans := self.plans.at_present(objects))
+            if plans.captures.any_words:
                 described = tuple(map(for_any_words, described))
             if training:
                 _check_no_gradients(described)
-            if split_evenly and planning.microbatches > 1:
+            if split_evenly and plans.microbatches > 1:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
             now = Ambient.now()
-            proposal = Proposal(training, split_evenly, planning.flags, now, described, counts, wants_loss=wants_loss)
+            proposal = Proposal(training, split_evenly, plans.flags, now, described, counts, wants_loss=wants_loss)
             return self._answered(proposal, given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
@@ -189,7 +189,7 @@ class Agreement:
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
         """The proposal with this rank's answers to forward's questions about the inputs of each micro-batch."""
-        questions = self.planning.captures.questions
+        questions = self.plans.captures.questions
         # Questions are about micro-batches, so a rank cuts its own batch before all ranks agree on the cut.
         if questions.asked:
             parts: Sequence[dict[str, Any]] = given
@@ -204,7 +204,7 @@ class Agreement:
     def _check_parameters(self) -> None:
         """RunError if a parameter, or the type of a parameter, of the model is not the same as at compile."""
         # Parameters are compared by id: the check runs in every step, and a tensor's own hash is a call of Python.
-        module, types = self.planning.module, self._types
+        module, types = self.plans.module, self._types
         if all(types.get(id(parameter)) == parameter.dtype for parameter in parameters_in(modules_of(module))):
             return
         name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
@@ -221,7 +221,7 @@ class Agreement:
 
     def _signature_for(self, training: bool) -> inspect.Signature:
         """The signature of a call. In evaluation the target of a loss function is optional."""
-        signature = self.planning.signature
+        signature = self.plans.signature
         if training or target_of(self._options.loss_fn) is None:
             return signature
         parameters = [p.replace(default=None) if p.name == "target" else p for p in signature.parameters.values()]
@@ -240,7 +240,7 @@ class Agreement:
         }
         # 2. The inputs that captures on all ranks take, that the first rank answers questions from, and that counts and
         # packed inputs are read from.
-        captures, items = self.planning.captures, self.planning.items
+        captures, items = self.plans.captures, self.plans.items
         used |= captures.inputs_with_objects if answering else set()
         if answering and not rank:
             read = {name for stage in graph for name in stage.batch_inputs}
@@ -285,20 +285,20 @@ class Agreement:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
                 except Unanswered as error:
-                    self._take(self.planning.asking(error))
-                    described = tuple(describe(values, self.planning.needs_shapes) for values in given)
+                    self._take(self.plans.asking(error))
+                    described = tuple(describe(values, self.plans.needs_shapes) for values in given)
                     proposal = self._answered(replace(proposal, given=described), given)
                     continue
                 # a plan for any shapes is stored under the pattern without shapes
-                rows = everyone if agreed.pattern in self.planning.plans else None
+                rows = everyone if agreed.pattern in self.plans.by_pattern else None
             self._settled[key, rows] = agreed  # moves the kind to the most recently used end
             self._drop()
-            self.planning.captures.reads.drop_set()
+            self.plans.captures.reads.drop_set()
             return replace(agreed, replica_rows=replica_rows) if replica_rows else agreed
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """Merges the proposals into a batch; RunError on all ranks if calls differ or a rank has reported an error."""
-        _check_same_call(proposals, partial(member, self._transport, "pipe"), self.planning.module)
+        _check_same_call(proposals, partial(member, self._transport, "pipe"), self.plans.module)
         merged = list(map(merge, zip(*(proposal.given for proposal in proposals), strict=True)))
         counted = [list(map(dict, each)) for each in zip(*(proposal.counts for proposal in proposals), strict=True)]
         batch = self._batch(proposals[0], merged, list(map(merge_counts, counted)))
@@ -314,14 +314,16 @@ class Agreement:
         return ReportedCall(proposals, batch)
 
     def _batch(self, call: Proposal, given: Sequence[Description], counts: Sequence[Counts]) -> Batch:
-        microbatches = self.planning.microbatches if call.split_evenly else None
-        return Batch.of(given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training)
+        microbatches = self.plans.microbatches if call.split_evenly else None
+        return Batch.from_descriptions(
+            given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training
+        )
 
     def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
         """The pattern on which the plan of a call depends. ``everyone``: each micro-batch's rows summed over all
         replicas, if stages see them."""
         first = reported.proposals[0]
-        described = list(map(self.planning.items.described, reported.batch.describe_parts()))
+        described = list(map(self.plans.items.described, reported.batch.describe_parts()))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
         pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
@@ -337,7 +339,7 @@ class Agreement:
 
         A collective call of the data axis: all replicas make it, whether or not their captures depend on the rows.
         """
-        if self._transport.data_size == 1 or not self.planning.first.graph.sees_replicas:
+        if self._transport.data_size == 1 or not self.plans.first.graph.sees_replicas:
             return ()
         everyone = self._transport.gather("data", sizes)
         check_refusals(self._transport, everyone)
@@ -348,14 +350,14 @@ class Agreement:
         """The micro-batches on which a new kind is checked, if this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
-        return Sample(self.planning.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
+        return Sample(self.plans.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
         pattern = self._pattern(reported, everyone)
         # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
         with phase("capture"):
-            planning, plan = plan_together(self._transport, ("pipe",), partial(self.planning.plan, pattern, sample))
-        self._take(planning)
+            plans, plan = plan_together(self._transport, ("pipe",), partial(self.plans.plan, pattern, sample))
+        self._take(plans)
         # 2. Process groups for pairs of ranks without earlier messages; all ranks create the groups in the same order.
         if new := set(pairs(plan.instructions)) - self._pairs:
             self._transport.open_more(sorted(new))
@@ -372,7 +374,7 @@ class Agreement:
         # 4. The row dimensions for joining gathered values, and the layouts of messages.
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.batch.sizes) > 1 or self._transport.data_size > 1)
-        self.planning, places = self.planning.with_row_places(plan, pattern) if joins else (self.planning, {})
+        self.plans, places = self.plans.with_row_places(plan, pattern) if joins else (self.plans, {})
         layouts = self._layouts_of(plan, pattern, reported)
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
 
@@ -420,7 +422,7 @@ class Agreement:
             # An eighth is dropped at once: otherwise each new kind would filter all plans and captures again.
             for key in list(self._settled)[: len(self._settled) // 8 + 1]:
                 self.dropped.append(self._settled.pop(key).kind)
-            self.planning = self.planning.only(self.plans)
+            self.plans = self.plans.only(self.known_plans)
         self._layouts.clear()
         # Of the exchanged proposals, only those of known kinds stay.
         self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
@@ -429,19 +431,19 @@ class Agreement:
 
     @property
     def _are_many(self) -> bool:
-        return len(self._settled) > KINDS or len(self.planning.captures.guards) > MOST
+        return len(self._settled) > KINDS or len(self.plans.captures.guards) > MOST
 
     @property
-    def plans(self) -> list[Plan]:
+    def known_plans(self) -> list[Plan]:
         """The plans of all known kinds."""
         return [agreed.plan for agreed in self._settled.values()]
 
-    def replan(self, planning: PlanState) -> None:
+    def replan(self, plans: Plans) -> None:
         """Replaces the plans after a change of tables; their micro-batches get new layout numbers."""
-        self._take(planning)
+        self._take(plans)
         self._layouts.clear()
         for key, agreed in self._settled.items():
-            _, plan = planning.plan(agreed.pattern)
+            _, plan = plans.plan(agreed.pattern)
             layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
             self._settled[key] = replace(agreed, plan=plan, wire_layouts=layouts)
 

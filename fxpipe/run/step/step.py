@@ -32,7 +32,7 @@ from fxpipe.graph.stage_graph import Edge, StageGraph
 from fxpipe.labels import label
 from fxpipe.numerics.recording import ValueRecorder
 from fxpipe.plan.plan import Plan
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import check_rows, shared_rows
 from fxpipe.run.actions.actions import Bound, apart_from, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
@@ -128,16 +128,16 @@ class Steps:
     """
 
     def __init__(
-        self, transport: Metered, planning: PlanState, state: RankState, exchange: Exchange, failing: Failing
+        self, transport: Metered, plans: Plans, state: RankState, exchange: Exchange, failing: Failing
     ) -> None:
-        options, topology = planning.options, planning.topology
-        self.topology, self.transport, self.state = topology, transport, state
+        options, topology = plans.options, plans.topology
+        self.topology, self.transport, self.rank_state = topology, transport, state
         self.failing, self._exchange = failing, exchange
-        self._options, self.module, self._gradients = options, planning.module, state.reducer
-        self.agreement = Agreement(planning, transport)
+        self._options, self.module, self._gradients = options, plans.module, state.reducer
+        self.agreement = Agreement(plans, transport)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         in_context_group = topology.size("context") > 1 and transport.pipe_rank is not None
-        self._items = ItemNumbers(transport, planning.items, in_context_group)
+        self._items = ItemNumbers(transport, plans.items, in_context_group)
         self._check = BatchCheck(transport, topology, options.checks.batches)
         self._alike = (FxpipeError,) if transport.data_size == 1 and not in_tensor_group else ()
         coordinate = topology.coordinate(transport.rank)  # ranks along other axes do the same work on the same data
@@ -173,7 +173,7 @@ class Steps:
     def generators(self, of_rank: bool = False) -> dict[str, Any]:
         """The random generators of the model's own, by name. ``of_rank``: only those whose state goes on in a stage of
         this rank."""
-        graph, rank = self.agreement.planning.first.graph, self.transport.pipe_rank
+        graph, rank = self.agreement.plans.first.graph, self.transport.pipe_rank
         self._renew_generators([graph])
         return {
             name: each.value
@@ -273,7 +273,7 @@ class Steps:
         """Records the numbers of the steps inside."""
         try:
             recorder.step = self.number - 1
-            self.values = RecordedValues(recorder, self._gradients, self.module, self.state.module)
+            self.values = RecordedValues(recorder, self._gradients, self.module, self.rank_state.module)
             self.values.record_parameters()
             yield
             self.values.record_parameters()
@@ -366,18 +366,18 @@ class Steps:
         if not kinds:
             return
         self._trained.difference_update(kinds)
-        plans = set(map(id, self.agreement.plans))
+        plans = set(map(id, self.agreement.known_plans))
         self._plans = {key: record for key, record in self._plans.items() if key in plans}
         for record in self._plans.values():
             for kind in kinds:
                 record.losses.pop(kind, None)
             record.outputs = {key: form for key, form in record.outputs.items() if key[0] not in kinds}
         self._exchange.forget()
-        self._effects.keep(self.agreement.planning.graphs)
+        self._effects.keep(self.agreement.plans.graphs)
 
-    def replan(self, planning: PlanState) -> None:
+    def replan(self, plans: Plans) -> None:
         """Switches to the plans of another schedule, between two steps of all ranks. Message layouts may change."""
-        self.agreement.replan(planning)
+        self.agreement.replan(plans)
         self._exchange.forget()
         self._plans.clear()
 
@@ -422,7 +422,7 @@ class Steps:
         ``Sum`` whose count follows from the inputs; else None. A collective call of these ranks' data axes."""
         if self._is_sum is False or self.transport.pipe_rank not in (None, *plan.output_ranks):
             return None
-        items = torch.zeros((), dtype=torch.float64, device=self.state.device)
+        items = torch.zeros((), dtype=torch.float64, device=self.rank_state.device)
         if plan.counts:
             for graph, batch, share in zip(plan.graphs, batches, shares, strict=True):
                 assert graph.counting is not None
@@ -435,7 +435,7 @@ class Steps:
     @cached_property
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         """This rank's (name, parameter) pairs, which are the same in all steps."""
-        return list(self.state.module.named_parameters())
+        return list(self.rank_state.module.named_parameters())
 
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> StepResult:
         """Runs this process's part of the schedule: a rank's row, or all rows in an order that does not deadlock."""
@@ -471,7 +471,7 @@ class Steps:
     def _output(self, call: _AgreedCall, results: Mapping[int, Any], outputs: str) -> Any:
         """Joins the micro-batches' outputs to the whole batch's output."""
         agreed, shares = call.agreed, call.shares
-        plan, transport, device, output = agreed.plan, self.transport, self.state.device, None
+        plan, transport, device, output = agreed.plan, self.transport, self.rank_state.device, None
         ranks = plan.output_ranks
         if len(ranks) > 1 and transport.pipe_rank is not None:  # each output rank has some micro-batches' results
             parts = [from_rank(rank, results, transport, device) for rank in ranks]
@@ -486,7 +486,7 @@ class Steps:
             if outputs == "loss":
                 ordered = list(map(loss_in, ordered))
             if agreed.call.batch.is_whole or outputs == "loss":
-                rows = OutputRows.of(agreed.call.batch, plan.group, sizes, self._in_lists)
+                rows = OutputRows.from_batch(agreed.call.batch, plan.group, sizes, self._in_lists)
                 joined = rows.join(ordered, shares)
                 joined, form = over_replicas(transport, joined, plan.has_all_rows, call.form)
                 output = without_entries(joined)

@@ -103,7 +103,7 @@ def fastest(problem: Problem) -> Chosen:
     makers = (group_interleaved, store_all, cached) if _several(problem) else (store_all, cached)
     choice = shortest_within_limits(problem, makers)
     maker = choice.maker if choice else cached
-    return Chosen.of(choice.rows if choice else cached(problem), maker.__name__)
+    return Chosen.named(choice.rows if choice else cached(problem), maker.__name__)
 
 
 def interleaved_groups(problem: Problem, split: bool = False) -> tuple[Row, ...]:

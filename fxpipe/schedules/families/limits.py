@@ -191,7 +191,7 @@ class Chosen(tuple[Row, ...]):
     name: str
 
     @staticmethod
-    def of(rows: tuple[Row, ...], name: str) -> Chosen:
+    def named(rows: tuple[Row, ...], name: str) -> Chosen:
         """Returns the rows under a name."""
         chosen = Chosen(rows)
         chosen.name = name
@@ -200,7 +200,7 @@ class Chosen(tuple[Row, ...]):
     @staticmethod
     def renamed(other: Sequence[Sequence[Action]], rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Returns rows that were made from ``other``, under the name of ``other`` if it has a name."""
-        return Chosen.of(rows, other.name) if isinstance(other, Chosen) else rows
+        return Chosen.named(rows, other.name) if isinstance(other, Chosen) else rows
 
 
 def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Choice:

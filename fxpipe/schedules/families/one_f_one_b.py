@@ -83,7 +83,7 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     if problem.is_grouped:
         return one_f_one_b(problem)
     best = shortest_of(problem, [*(() if problem.one_stage_a_rank else laps(problem)), one_f_one_b])
-    return Chosen.of(best.rows, "1f1b") if best.maker is one_f_one_b else best.rows
+    return Chosen.named(best.rows, "1f1b") if best.maker is one_f_one_b else best.rows
 
 
 # --- greedy ---

@@ -89,7 +89,7 @@ class Problem:
     def dependencies(self) -> Dependencies:
         """The dependencies for backwards that are not split."""
         groups = {stage: size for stage, size in enumerate(self.groups or ()) if size > 1}
-        return replace(Dependencies.of(self.links, self.backward), groups=groups)
+        return replace(Dependencies.from_edges(self.links, self.backward), groups=groups)
 
     @property
     def is_grouped(self) -> bool:

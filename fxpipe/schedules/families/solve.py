@@ -171,11 +171,11 @@ class _Floating:
         self.units = Units(problem.ranks, problem.costs)
         for rank, row in enumerate(fixed):
             self.units.add_line(rank, [(action,) for action in row])
-        rank_of = RankOf.of(problem.placement, problem.dependencies.groups)
+        rank_of = RankOf.from_placement(problem.placement, problem.dependencies.groups)
         for row in rows[len(real) :]:
             for (rank, *_), line in _lines(row, rank_of).items():
                 self.units.add_line(rank, line)
-        self.units.need_by(Dependencies.of(problem.links, problem.backward, rows))
+        self.units.need_by(Dependencies.from_edges(problem.links, problem.backward, rows))
         self.held_by_rest = [self._most_from(row) for row in fixed] if problem.memory is not None else []
         self.latest = self._latest()
 

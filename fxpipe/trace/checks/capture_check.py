@@ -208,7 +208,7 @@ class _Trial:
         """(micro-batch,) → the model's loss."""
         self._devices = gpus_of(request.roots)
         # Every run begins from this state and draws the same random numbers, so any difference comes from the capture.
-        self.start = State.of(request.roots, self._devices, request.generators)
+        self.start = State.from_modules(request.roots, self._devices, request.generators)
         self._second: dict[Any, State] = {}
         """``model`` or ``stages`` → the state in which it begins the second micro-batch."""
         self._wanted = Seen()
@@ -233,7 +233,9 @@ class _Trial:
                 seen[Fact(BUFFER, name, microbatch)] = buffer.detach().clone()
             if call not in self._second:
                 before = self.start.numbers
-                self._second[call] = State.of(self.request.roots, self._devices, self.request.generators, before)
+                self._second[call] = State.from_modules(
+                    self.request.roots, self._devices, self.request.generators, before
+                )
         return seen
 
     def compare(self) -> str:

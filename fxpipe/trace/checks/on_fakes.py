@@ -35,7 +35,7 @@ def left_as_it_is(program: Program) -> Iterator[None]:
 
 def faked(value: Any, fake: FakeModel) -> Any:
     """A value with a fake tensor in place of each tensor; floating-point tensors get the type of inputs in stages."""
-    specs = pytree.tree_map_only(Tensor, TensorSpec.of, value)
+    specs = pytree.tree_map_only(Tensor, TensorSpec.from_tensor, value)
     return fake.inputs({"value": specs})["value"]
 
 

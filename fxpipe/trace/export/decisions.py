@@ -15,7 +15,7 @@ from fxpipe.graph.question import Answer, QuestionKind
 from fxpipe.patches import all_patched, patched
 from fxpipe.snapshots.contents import users_modules
 from fxpipe.torch_compat.fakes import FakeTensor
-from fxpipe.torch_compat.sizes import fix_size, is_unbacked, known_truth, size_decisions
+from fxpipe.torch_compat.sizes import SIZE_DECISIONS, fix_size, is_unbacked, known_truth
 from fxpipe.trace.export.graph_so_far import computation_of, computed
 from fxpipe.user_line import current_line
 
@@ -169,7 +169,7 @@ def _length(value: Any, /) -> Any:
 def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
     """Collects, while this context is open, the user lines (in traceback form) that fix a symbolic size to a number,
     each with whether the line fixed the size itself, and not a number computed from the size."""
-    env, name = size_decisions()
+    env, name = SIZE_DECISIONS
     decide, lines = getattr(env, name), list[tuple[str, bool]]()
 
     def fixed(self: Any) -> int:  # the count of symbols that have become numbers

@@ -24,9 +24,9 @@ from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.export import guard_on_data, module_calls_ended
+from fxpipe.torch_compat.export import module_calls_ended
 from fxpipe.torch_compat.fakes import DataDependentOutputException, DynamicOutputShapeException
-from fxpipe.torch_compat.sizes import sizes_like_any
+from fxpipe.torch_compat.sizes import GuardOnDataDependentSymNode, sizes_like_any
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
@@ -38,7 +38,7 @@ from fxpipe.trace.patching import as_in_run, refuse
 from fxpipe.trace.request import Place, Request, named
 from fxpipe.user_line import is_torchs, line_of
 
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, guard_on_data())
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 _LINES = 3
 """The number of user lines that a message shows."""

@@ -58,7 +58,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     model fails, or if a region has an effect that regions may not have.
     """
     devices = gpus_of(request.roots)
-    state, observer = State.of(request.roots, devices, request.generators), _Observer(request)
+    state, observer = State.from_modules(request.roots, devices, request.generators), _Observer(request)
     try:
         # draws from the model's own generators show in their states, which are not reset between modules here
         step = as_in_a_step(replace(request, generators={}), devices)
@@ -242,7 +242,7 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
 
     def described(tensor: Tensor) -> TensorSpec:
         may = may_need_gradient and (tensor.is_floating_point() or tensor.is_complex())
-        return replace(TensorSpec.of(tensor), requires_grad=tensor.requires_grad or may)
+        return replace(TensorSpec.from_tensor(tensor), requires_grad=tensor.requires_grad or may)
 
     return pytree.tree_map_only(Tensor, described, result)
 

@@ -69,7 +69,7 @@ class Calls:
         self.whole: set[str] = set()
         """The paths of the submodules whose calls were opaque, including calls that did nothing."""
         self._recorder, self._plan, self._numbers = recorder, plan, numbers
-        self._root, self._is_kept = request.module, request.is_kept
+        self._root, self._is_leaf_module = request.module, request.is_leaf_module
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # the tensors before the run: other tensors later show a functional_call
         self._tensors = all_tensors(self._root)
@@ -158,7 +158,7 @@ class Calls:
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
         size = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
         limit = self._plan.limit
-        return path not in self._plan.descend and (limit is None or size <= limit or self._is_kept(path, module))
+        return path not in self._plan.descend and (limit is None or size <= limit or self._is_leaf_module(path, module))
 
     def _keep_whole(self, frame: Frame, module: nn.Module, result: Any, touched: Touched) -> Any:
         """Records an opaque call as one operation, and returns its result."""

@@ -303,7 +303,7 @@ class Recorder(TorchFunctionMode):
 
     def scope(self) -> Surroundings:
         """The user's line, the modes, the submodules and the checkpoints around the present operation."""
-        line, modes = self.line or current_line(), ModesNow.of(self.autocasts[-1])
+        line, modes = self.line or current_line(), ModesNow.current(self.autocasts[-1])
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
     def as_values(self, arguments: Any) -> Any:

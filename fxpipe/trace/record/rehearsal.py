@@ -120,7 +120,7 @@ def _run(
 
 def _described(leaf: Any) -> TensorSpec | None:
     if leaf is None or isinstance(leaf, Tensor):
-        return None if leaf is None else TensorSpec.of(leaf)
+        return None if leaf is None else TensorSpec.from_tensor(leaf)
     raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")
 
 

@@ -102,7 +102,7 @@ class ModesNow:
     region: int = 0
 
     @staticmethod
-    def of(region: int = 0) -> ModesNow:
+    def current(region: int = 0) -> ModesNow:
         cache = torch.is_autocast_cache_enabled()
         autocast = tuple(
             Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)

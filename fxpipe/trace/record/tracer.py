@@ -100,7 +100,7 @@ class _RecordedRun:
         self._calls = Calls(self.recorder, request, plan, real_of)
         is_value, calls = (lambda leaf: isinstance(leaf, Tensor)), self._calls
         self._regions = Regions(request, is_value, calls.keep_region, calls.rehearses)
-        self._around = ModesNow.of()
+        self._around = ModesNow.current()
 
     def forward(self) -> None:
         request, recorder, calls = self._request, self.recorder, self._calls

@@ -171,7 +171,7 @@ class _Tracer(fx.Tracer):
     def _input(self, name: str) -> Any:
         """The stand-in for an input: a proxy, or a container of fixed values and of proxies for all other leaves."""
         proxy = self.create_proxy("placeholder", name, (), {})
-        if name not in self.request.holding or self.request.example is None:
+        if name not in self.request.fixed_leaves or self.request.example is None:
             return proxy
         leaves, spec = pytree.tree_flatten_with_path(self.request.example[name])
 
@@ -183,7 +183,7 @@ class _Tracer(fx.Tracer):
                 value.node.meta["absent"] = leaf.absent
             return value
 
-        pairs = zip(leaves, self.request.holding[name], strict=True)
+        pairs = zip(leaves, self.request.fixed_leaves[name], strict=True)
         return pytree.tree_unflatten([stand_in(path, leaf, is_fixed) for (path, leaf), is_fixed in pairs], spec)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:

@@ -1,4 +1,4 @@
-"""``PlanState``: an immutable value that holds the plans made so far and everything needed to make the next plan."""
+"""``Plans``: an immutable value that holds the plans made so far and everything needed to make the next plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
 from fxpipe.plan.activations import choice_of
 from fxpipe.plan.placement import check_hooks, check_replicas, check_replicated, place_stages
-from fxpipe.plan.plan import Plan, Planned, values_of
+from fxpipe.plan.plan import Plan, PlansSoFar, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import choose_table
 from fxpipe.progress import log, progress
@@ -58,9 +58,9 @@ WORTH_IT = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class PlanState(Planned):
+class Plans(PlansSoFar):
     """The planner's knowledge of a model (or of the user's own stage graph) on a topology. Making a plan returns a new
-    state; if a rank fails to make the plan, all ranks keep the old state."""
+    value; if a rank fails to make the plan, all ranks keep the old value."""
 
     places: Mapping[Hashable, Places] = field(default_factory=dict)
     """The row dimensions of gathered values, for each kind of batch."""
@@ -68,10 +68,10 @@ class PlanState(Planned):
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
     @staticmethod
-    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> PlanState:
-        """The state before the first plan. ``device``: the device on which a model without a device will run."""
+    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Plans:
+        """The plans before the first plan. ``device``: the device on which a model without a device will run."""
         options = options.for_calls()
-        return PlanState(topology, options, Captures.empty(model, options, topology, device))
+        return Plans(topology, options, Captures.empty(model, options, topology, device))
 
     @property
     def ranks(self) -> int:
@@ -96,7 +96,7 @@ class PlanState(Planned):
         """How the model's labels are counted."""
         functions = [name for name in ("loss_fn", "loss_weight") if getattr(self.options, name) is not None]
         given, own = f"{functions[0]}= is given" if functions else "", self.captures.source.own
-        return Items.of(self.module if own is None else own.graph, given)
+        return Items.from_model(self.module if own is None else own.graph, given)
 
     @property
     def flags(self) -> Flags:
@@ -128,40 +128,40 @@ class PlanState(Planned):
     @property
     def graphs(self) -> list[StageGraph]:
         """The stages of all plans, each once."""
-        return list({id(graph): graph for plan in self.plans.values() for graph in plan.graphs}.values())
+        return list({id(graph): graph for plan in self.by_pattern.values() for graph in plan.graphs}.values())
 
     @property
     def needs_shapes(self) -> bool:
         """Whether the stages are valid only for the shapes and the Python numbers with which they were captured."""
-        return self.captures.questions.by_value or any(pattern.shapes for pattern in self.plans)
+        return self.captures.questions.by_value or any(pattern.shapes for pattern in self.by_pattern)
 
-    def with_captures(self, **changes: Any) -> PlanState:
-        """The state with these changes of its captures."""
+    def with_captures(self, **changes: Any) -> Plans:
+        """The plans with these changes of its captures."""
         return replace(self, captures=replace(self.captures, **changes))
 
-    def at_present(self, objects: Mapping[ObjectValue, Any]) -> PlanState:
-        """The state with the present values of the attributes that captures have read. ``objects``: more objects that
+    def at_present(self, objects: Mapping[ObjectValue, Any]) -> Plans:
+        """The plans with the present values of the attributes that captures have read. ``objects``: more objects that
         captures take as inputs."""
         reads, present = self.captures.reads.at_present(), self.captures.objects
         if reads is self.captures.reads and not objects:
             return self
         return self.with_captures(reads=reads, objects={**present, **objects})
 
-    def asking(self, error: Unanswered) -> PlanState:
-        """The state after all ranks received the same question about their inputs."""
+    def asking(self, error: Unanswered) -> Plans:
+        """The plans after all ranks received the same question about their inputs."""
         return self.with_captures(questions=self.captures.questions.asking(error))
 
-    def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[PlanState, Plan]:
-        """Returns the state with a plan for a pattern of inputs, and the plan. TraceError, PartitionError or
+    def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[Plans, Plan]:
+        """Returns the plans with a plan for a pattern of inputs, and the plan. TraceError, PartitionError or
         ScheduleError if no plan can be made.
 
         ``sample``: the micro-batches on which new stages are checked against the model, or the reason for no check.
         """
         return self._plan(Capturing(pattern, sample))
 
-    def plan_evaluation(self, pattern: Pattern, sample: Sample | str) -> PlanState:
-        """The state with a plan that evaluates the example. Its stages may use tensors that no stage of the first plan
-        uses: see ``holding_what_all_use``. If no plan can be made, the state only notes the tracers that failed."""
+    def plan_evaluation(self, pattern: Pattern, sample: Sample | str) -> Plans:
+        """The plans with a plan that evaluates the example. Its stages may use tensors that no stage of the first plan
+        uses: see ``holding_what_all_use``. If no plan can be made, the result only notes the tracers that failed."""
         capturing = Capturing(pattern, sample)
         try:
             return self._plan(capturing, at_compile=True)[0]
@@ -170,54 +170,54 @@ class PlanState(Planned):
         except FxpipeError:  # evaluate() raises the error again for such inputs
             return self.with_captures(wrong={**self.captures.wrong, **capturing.wrong})
 
-    def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[PlanState, Plan]:
+    def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[Plans, Plan]:
         pattern = capturing.pattern
         for shape in pattern.shapes if self.captures.source.own is None else ():
             check_objects(shape)
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
-        if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
+        if (same := self.by_pattern.get(pattern) or self.by_pattern.get(pattern.for_any_shape())) is not None:
             return self, same
         captures, captured = captured_for(self.captures, capturing)
-        state = replace(self, captures=captures, shown=self.shown or pattern)
+        plans = replace(self, captures=captures, shown=self.shown or pattern)
         key = pattern if captured[0].guard.sizes else pattern.for_any_shape()
         # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
-        plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
-        plan = next((plan for plan, facts in plans if used and facts == alike), None)
+        known = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.by_pattern.items())
+        plan = next((plan for plan, facts in known if used and facts == alike), None)
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
-            graphs = state._placed(captured, pattern.inputs)
+            graphs = plans._placed(captured, pattern.inputs)
             if pattern.training:
                 check_hooks(union_of(graphs))
             program = "\n".join(dict.fromkeys(each.text for each in captured))
-            plan = state._scheduled(graphs, pattern, program, used, captured[0].places)
-            if self.plans:
+            plan = plans._scheduled(graphs, pattern, program, used, captured[0].places)
+            if self.by_pattern:
                 self._check_same_stages(plan, at_compile)
-        for line in state.captures.reports[len(self.captures.reports) :]:
+        for line in plans.captures.reports[len(self.captures.reports) :]:
             log(line)
-        return replace(state, plans={**self.plans, key: plan}), plan
+        return replace(plans, by_pattern={**self.by_pattern, key: plan}), plan
 
-    def holding_what_all_use(self) -> PlanState:
-        """The state whose first plan's stages also hold the tensors that only later plans use: an evaluation head's."""
-        (key, first), *later = self.plans.items()
+    def holding_what_all_use(self) -> Plans:
+        """The plans whose first plan's stages also hold the tensors that only later plans use: an evaluation head's."""
+        (key, first), *later = self.by_pattern.items()
         ids, more = first.graph.held, dict[str, Mapping[str, Tensor]]()
         for stage in (stage for _, plan in later for stage in plan.graph):
             more[stage.name] = {name: tensor for name, tensor in stage.tensors.items() if id(tensor) not in ids}
         graphs = map_distinct(first.graphs, partial(_holding, more=more))
-        return replace(self, plans={**self.plans, key: replace(first, graph=union_of(graphs), graphs=graphs)})
+        return replace(self, by_pattern={**self.by_pattern, key: replace(first, graph=union_of(graphs), graphs=graphs)})
 
-    def only(self, wanted: Collection[Plan]) -> PlanState:
-        """The state with the first plan, these plans, and the captures that made them; the rest is dropped."""
+    def only(self, wanted: Collection[Plan]) -> Plans:
+        """The plans with the first plan, these plans, and the captures that made them; the rest is dropped."""
         identities = {id(plan) for plan in (self.first, *wanted)}
-        plans = {pattern: plan for pattern, plan in self.plans.items() if id(plan) in identities}
-        used = {guard for plan in plans.values() for guard in plan.captures}
+        by_pattern = {pattern: plan for pattern, plan in self.by_pattern.items() if id(plan) in identities}
+        used = {guard for plan in by_pattern.values() for guard in plan.captures}
         # row places are dropped: a later plan of the same pattern may come from another capture
-        return replace(self, plans=plans, captures=self.captures.only(used), places={})
+        return replace(self, by_pattern=by_pattern, captures=self.captures.only(used), places={})
 
-    def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[PlanState, Places]:
-        """Returns a state, and the row dimensions of the values that a step of such micro-batches gathers, by their
-        names in ``plan``. The state remembers the dimensions."""
+    def with_row_places(self, plan: Plan, pattern: Pattern) -> tuple[Plans, Places]:
+        """Returns the plans, and the row dimensions of the values that a step of such micro-batches gathers, by their
+        names in ``plan``. The plans remember the dimensions."""
         if plan.captures[0].sizes is not None:
             return self, plan.places
         key = pattern.for_any_shape(), *map(outline, pattern.shapes[:1])
@@ -234,10 +234,10 @@ class PlanState(Planned):
         graphs: Sequence[StageGraph] = [each.graph for each in captured]
         for graph in graphs:
             check_replicas(graph, self.topology.size(BATCH))
-        if self.plans:
+        if self.by_pattern:
             graphs = map_distinct(graphs, lambda graph: adapted_to(graph, self.first.graph))
         graphs = with_shared_names(graphs)
-        if not self.plans:
+        if not self.by_pattern:
             # Later captures are cut as the first capture was. A capture with symbolic sizes may have replaced it here.
             for captured_before in self.captures:
                 more = {stage.name: stage.tensors for stage in captured_before.graph}
@@ -259,13 +259,13 @@ class PlanState(Planned):
         stages = []
         for stage in graph:
             is_opaque = has_opaque_calls(stage.module)
-            if is_opaque and not self.plans:
+            if is_opaque and not self.by_pattern:
                 log(f"stage {stage.name!r} holds an opaque region, and runs unchanged, without stage_compiler=")
             stages.append(stage if is_opaque else compiled_lazily(stage, self.options.stage_compiler))
         return replace(graph, stages=tuple(stages))
 
-    def rescheduled(self, family: Limited) -> tuple[PlanState, Plan]:
-        """Returns the state with this family's tables for training, and its first plan; ``self`` if its table stays.
+    def rescheduled(self, family: Limited) -> tuple[Plans, Plan]:
+        """Returns the plans with this family's tables for training, and its first plan; ``self`` if its table stays.
 
         The present table stays if it keeps the family's limits and the new table saves less than ``WORTH_IT`` of a
         step. Limits of the present family remain in force unless the new family sets others. ScheduleError if the
@@ -274,42 +274,42 @@ class PlanState(Planned):
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
         options = replace(self.options, schedule=family)
-        state = replace(self, options=options, marks=choice_of(self.first.schedule), plans={})
+        plans = replace(self, options=options, marks=choice_of(self.first.schedule), by_pattern={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
-        for pattern, plan in self.plans.items():
+        for pattern, plan in self.by_pattern.items():
             if pattern.training and id(plan) not in new_plans:
-                new_plans[id(plan)] = state._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
-            state = replace(state, plans={**state.plans, pattern: new_plans.get(id(plan), plan)})
+                new_plans[id(plan)] = plans._scheduled(plan.graphs, pattern, plan.program, plan.captures, plan.places)
+            plans = replace(plans, by_pattern={**plans.by_pattern, pattern: new_plans.get(id(plan), plan)})
         # Both tables are simulated at the new costs: the present table was made for other costs.
-        present, new = self.first.schedule, state.first.schedule
+        present, new = self.first.schedule, plans.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
         stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
         chosen, left = ((present, before), (new, after)) if stays else ((new, after), (present, before))
         times = f"{chosen[0].name}, {in_ms(chosen[1])} ms planned, in place of {left[0].name}, {in_ms(left[1])} ms"
         log(f"fxpipe: {'kept' if stays else 'took'} {times}")
-        state = self if stays else state
-        return state, state.first
+        plans = self if stays else plans
+        return plans, plans.first
 
-    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> PlanState:
+    def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Plans:
         """The same plans, whose stages hold the module's present tensors and release the tensors that it dropped.
 
         ``adopt``: makes the stages, and those of later plans, run the modules that ``parallelize`` returned.
         """
-        state = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
+        plans = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
 
         def taken_up(plan: Plan) -> Plan:
-            graphs = map_distinct(plan.graphs, lambda graph: state._ready(graph.with_tensors_of_module()))
+            graphs = map_distinct(plan.graphs, lambda graph: plans._ready(graph.with_tensors_of_module()))
             return replace(plan, graph=union_of(graphs), graphs=graphs)
 
-        return replace(state, plans={pattern: taken_up(plan) for pattern, plan in self.plans.items()})
+        return replace(plans, by_pattern={pattern: taken_up(plan) for pattern, plan in self.by_pattern.items()})
 
     def _wanted(self, graph: StageGraph) -> Mapping[str, Any] | None:
         """The rank of each stage: from the first plan, the user's table, ``placement`` or the search, in this order."""
         searched, table = self.captures.searched, self.options.schedule
         ranks: Placement | None
-        if self.plans and graph.names == self.first.graph.names:
+        if self.by_pattern and graph.names == self.first.graph.names:
             ranks = self.first.graph.placement
         elif isinstance(table, Schedule):
             ranks = table.placement

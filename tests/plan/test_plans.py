@@ -1,4 +1,4 @@
-"""``PlanState``: one plan for one pattern, and another state where tensors, tracers or tables are others."""
+"""``Plans``: one plan for one pattern, and another state where tensors, tracers or tables are others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.options import Options
 from fxpipe.plan.example import Example, plan_first
-from fxpipe.plan.plan_state import PlanState
+from fxpipe.plan.plans import Plans
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import Kind
@@ -24,9 +24,9 @@ from fxpipe.schedules.verify import Machine, Step
 from tests.models import WIDTH, Chain
 
 
-def planned(options: Options) -> PlanState:
-    planning = PlanState.empty(Chain(2), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
-    return plan_first(Example(planning, options))[0]
+def planned(options: Options) -> Plans:
+    plans = Plans.empty(Chain(2), options, fxpipe.Topology([("pipe", 2)]), torch.device("cpu"))
+    return plan_first(Example(plans, options))[0]
 
 
 def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
@@ -42,11 +42,11 @@ def test_a_batch_of_another_shape_has_the_table_of_the_first_one() -> None:
         Options(example_args=(torch.zeros(rows, WIDTH),) * 2, microbatches=2, tracer="record", schedule=family)
         for rows in (8, 12)
     )
-    planning = planned(first)
+    plans = planned(first)
     times = len(asked)
-    _, plan = planning.plan(Example(planning, other).pattern())
-    assert plan is not planning.first
-    assert plan.schedule.rows == planning.first.schedule.rows
+    _, plan = plans.plan(Example(plans, other).pattern())
+    assert plan is not plans.first
+    assert plan.schedule.rows == plans.first.schedule.rows
     assert len(asked) == times > 0
 
 
@@ -79,13 +79,13 @@ def test_a_family_whose_table_would_hang_is_refused_with_the_cells_that_wait() -
 
 
 def test_changed_tensors_are_taken_up_by_a_new_state_and_the_old_one_stays_as_it_was() -> None:
-    planning = planned(Options())
-    old, new = planning.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
-    planning.module.layers[0].weight = new
-    again = planning.with_tensors_of_module()
+    plans = planned(Options())
+    old, new = plans.module.layers[0].weight, nn.Parameter(torch.ones(WIDTH, WIDTH))
+    plans.module.layers[0].weight = new
+    again = plans.with_tensors_of_module()
     assert again.first.graph[0].tensors["layers.0.weight"] is new
-    assert planning.first.graph[0].tensors["layers.0.weight"] is old
-    assert again.first.digest == planning.first.digest
+    assert plans.first.graph[0].tensors["layers.0.weight"] is old
+    assert again.first.digest == plans.first.digest
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(8, [3, 3, 2]), (2, [2, 2, 2])])
@@ -98,11 +98,11 @@ def test_an_example_is_cut_as_a_call_would_cut_it_and_one_of_too_few_rows_is_eac
 
 
 def test_a_new_table_splits_backwards_that_were_whole_and_joins_them_again() -> None:
-    planning = planned(Options())
-    split, _ = planning.rescheduled(with_costs("zb_h1", Costs.of(2, 1, 2, 1)))
+    plans = planned(Options())
+    split, _ = plans.rescheduled(with_costs("zb_h1", Costs.of(2, 1, 2, 1)))
     joined, _ = split.rescheduled(with_costs("1f1b", Costs.of(2, 1, 2, 0.1), in_flight=[2, 1]))
-    assert [one.first.schedule.name for one in (planning, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
-    for one, in_halves in ((planning, False), (split, True), (joined, False)):
+    assert [one.first.schedule.name for one in (plans, split, joined)] == ["1f1b", "zb_h1", "1f1b"]
+    for one, in_halves in ((plans, False), (split, True), (joined, False)):
         assert [stage.deferring is not None for stage in one.first.graph] == [in_halves] * 2
 
 
