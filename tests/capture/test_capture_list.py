@@ -133,7 +133,7 @@ def test_a_guard_holds_if_and_only_if_it_has_no_reason_against_a_batch() -> None
     run(*batch(8, length=5))
     run.evaluate(*batch(8))
     captures: Captures = run._plans.captures
-    patterns = [pattern for plan in run._plans.plans for pattern in plan.each()]
+    patterns = [pattern for plan in run._plans.by_pattern for pattern in plan.each()]
     known = model, captures.reads, captures.questions
     pairs = [(guard, pattern) for guard in captures.guards for pattern in patterns]
     assert all(guard.holds(pattern) != bool(guard.why_not(pattern, *known)) for guard, pattern in pairs)
