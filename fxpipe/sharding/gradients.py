@@ -110,6 +110,8 @@ class Gradients(ABC):
         self._owners = {name: ranks for ranks, names in self._tied.items() for name in names}
         self._marks = len(transport.ranks("pipe")) > 1  # whether a norm of .grad is this rank's alone
         self._earlier: dict[str, Tensor] | None = None  # in a call: the gradients of earlier calls
+        self.stopwatch: Stopwatch | None = None
+        """Times the sums of the call that begins next, where they run apart from computing."""
         self._asked: WhoUsed | None = None  # the question that a call has asked last
         self._hooks: dict[str, tuple[Node, Any]] = {}  # hooks, and the autograd nodes that they are on
 
@@ -128,9 +130,6 @@ class Gradients(ABC):
     def begin(self, graphs: Sequence[StageGraph], row: Sequence[Action], sync: bool, scales: bool) -> None:
         """Begins a call that runs this row of the graphs' stages. ``sync``: whether the call sums gradients; the same
         on all ranks. ``scales``: whether the call multiplies its gradients by a factor, once the factor is known."""
-
-    def watch(self, stopwatch: Stopwatch | None) -> None:  # noqa: B027
-        """Has ``stopwatch``, if any, time the sums of this call, where they run apart from computing."""
 
     @abstractmethod
     def awaited(self, stage: int) -> Waits:

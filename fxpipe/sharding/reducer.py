@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fxpipe.distributed.stopwatch import Stopwatch
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
@@ -137,13 +136,9 @@ class Reducer(Gradients):
         for bucket in self._buckets:  # frozen parameters' as well: an optimizer may step them
             bucket.drop_cleared()
         for bucket in self._live:
-            bucket.complete = False
+            bucket.complete, bucket.stopwatch = False, self.stopwatch
             bucket.begin(scales, self._unsummed)
         self._set_earlier_aside(scales)
-
-    def watch(self, stopwatch: Stopwatch | None) -> None:
-        for bucket in self._live:
-            bucket.stopwatch = stopwatch
 
     def before(self, action: Action) -> None:
         if not self._live:  # no parameter is shared

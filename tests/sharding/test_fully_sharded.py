@@ -469,6 +469,29 @@ def hooked(options: dict[str, Any], before: bool) -> dict[str, Any]:
     return norms
 
 
+def stepped(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+
+
+@in_a_new_world
+def stepped_by_fsdp() -> None:
+    x = batch()
+    step = fxpipe.compile(returning(), ONE_NODE, microbatches=2, example_args=(x[:12],), parallelize=sharded)
+    stepped(dict(step.named_parameters()))
+    step(x.chunk(2)[torch.distributed.get_rank()])
+    stepped(dict((plain := returning()).named_parameters()))
+    plain(x)["loss"].backward()
+    for name, parameter in step.named_parameters():
+        torch.testing.assert_close(whole_of(parameter).detach(), plain.get_parameter(name).detach())
+
+
+def test_hooks_of_fsdp_step_by_the_sum_of_all_replicas(pool: Pool) -> None:
+    """FSDP2 runs them behind its reduction. They were refused, as hooks that see a replica's gradient are."""
+    pool.run(stepped_by_fsdp, ranks=2)
+
+
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3}, {"zero": 3, "precision": Precision()}], ids=str)
 def test_hooks_on_parameters_run_as_in_plain_pytorch(pool: Pool, options: dict[str, Any], before: bool) -> None:

@@ -44,7 +44,8 @@ class StepInput:
     micro-batch's part of the step's weight; where the loss is of a group, the group's part. ``groups``: makes the
     inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``number``: the
     step's number, from 0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss,
-    where inputs alone decide the count. ``proves``: whether the step compares a recomputation with its forward."""
+    where inputs alone decide the count. ``proves``: whether the step compares a recomputation with its forward.
+    ``watched``: the calls of the step's observers."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]

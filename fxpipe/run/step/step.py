@@ -224,8 +224,8 @@ class Steps:
             if hooked := {id(parameter): name for name, parameter in self._parameters if hooks_of(parameter)}:
                 has_late_count = scales and bool(self._is_sum or plan.graph.counting is not None)
                 observers.append(HookedParameters(hooked, plan.graph, self.transport, has_late_count))
+            self._gradients.stopwatch = stopwatch
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
-            self._gradients.watch(stopwatch)
             bound = self._bound(record, agreed, shares)
             if self.values is not None:
                 self.values.begin(self.number, batches, plan.graph, self.sync)
