@@ -36,7 +36,7 @@ from fxpipe.small_file import Budget
 TESTED = "2.12", "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
-    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._base Tensor._is_view "
+    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._base "
     "Tensor._make_wrapper_subclass Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
     "nn.Module._compiled_call_impl "
     "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "
@@ -211,11 +211,14 @@ def one_level(value: Any, *leaves: type) -> tuple[list[Any], pytree.TreeSpec]:
 
 def storage_id(tensor: Tensor) -> int:
     """The id of a tensor's storage, equal for tensors that share memory, also on the meta device."""
-    return int(tensor.untyped_storage()._cdata)
+    return id_of_storage(tensor.untyped_storage())
 
 
-def is_view_of_parameter(tensor: Tensor) -> bool:
-    return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
+id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a view is of; None of another tensor."""
+saved_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""``version_of`` a tensor that autograd saves, which is no inference tensor."""
 
 
 def version_of(tensor: Tensor) -> int:
