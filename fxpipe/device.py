@@ -125,8 +125,8 @@ class HostCopies:
     The host waits for no copy. On the CPU they are plain copies to other memory, which save nothing.
 
     Pinned memory is taken in pages, and pages are used again: there are never more than were in use at once. A page has
-    ``page`` bytes; the last of a copy has the power of two that is enough, which is what torch would take for it. Of the
-    same sizes as before, the same pieces of the pages are used again.
+    ``page`` bytes; the last of a copy has the power of two that is enough, which is what torch would take for it.
+    Pieces of pages are kept for sources of the same sizes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -111,11 +111,6 @@ class Offloaded:
                 "that note what autograd saves; leave the stage out of offload="
             ) from error
 
-    @property
-    def left(self) -> tuple[int, int]:
-        """The number of storages that leave, and their bytes."""
-        return len(self._memories), sum(memory.end - memory.begin for memory in self._memories.values())
-
     def _pack(self, tensor: Tensor) -> _Saved:
         apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
         base = base_of(tensor)
