@@ -6,10 +6,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,13 +106,22 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 
 
+class Part(NamedTuple):
+    """Bytes of a storage of the device, from ``begin`` to ``end``."""
+
+    storage: torch.UntypedStorage
+    begin: int
+    end: int
+
+
 @dataclass(slots=True)
 class OnHost:
-    """Bytes that were copied to the host. ``pieces``: where each source is, in one page or in several. ``copied``: the
-    event behind the last copy; None where the host itself copies."""
+    """Memory of the host for bytes of the device. ``sizes``: the bytes of each source. ``pieces``: where each source
+    is, in one page or in several. ``copied``: the event behind the last copy; None where the host itself copies."""
 
-    pages: list[Tensor]
-    pieces: list[list[Tensor]]
+    sizes: tuple[int, ...]
+    pages: list[Tensor] = field(default_factory=list)
+    pieces: list[list[Tensor]] = field(default_factory=list)
     copied: torch.Event | None = None
 
 
@@ -122,43 +132,60 @@ class HostCopies:
 
     Pinned memory is taken in pages, and pages are used again: there are never more than were in use at once. A page has
     ``page`` bytes; the last of a copy has the power of two that is enough, which is what torch would take for it.
+    Pieces of pages are kept for sources of the same sizes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._is_beside = device, is_accelerator(device)
-        self._unused: dict[int, list[Tensor]] = {}  # bytes → pages
+        self._unused: dict[tuple[int, ...], list[OnHost]] = {}  # sizes → memory for them
+        self._pages: dict[int, list[Tensor]] = {}  # bytes → unused pages
         self._streams: dict[bool, torch.Stream] = {}  # whether to the host → stream
         self.least = 2**16 if self._is_beside else 1
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
 
-    def out(self, sources: Sequence[Tensor]) -> OnHost:
-        """Starts copies of bytes to the host. After them, the memory of the sources may be freed."""
-        on_host = self._laid_out([source.numel() for source in sources])
-        on_host.copied = self._copied(on_host.pieces, sources, to_host=True)
+    def out(self, sources: Sequence[Part]) -> OnHost:
+        """Starts copies to the host. After them, the memory of the sources may be freed."""
+        sizes = tuple([end - begin for _, begin, end in sources])
+        unused = self._unused.get(sizes)
+        on_host = unused.pop() if unused else self._laid_out(sizes)
+        with self._beside(on_host, to_host=True):
+            window = self._bytes.new_empty(0)
+            for (storage, begin, _), pieces in zip(sources, on_host.pieces, strict=True):
+                for piece in pieces:
+                    size = piece.nbytes
+                    window.set_(storage, begin, (size,), (1,))
+                    piece.copy_(window, non_blocking=True)
+                    begin += size
         return on_host
 
     def back(self, on_host: OnHost) -> list[Tensor]:
         """Starts copies to new memory of the device. After them, the memory may be used."""
-        sizes = [sum(piece.numel() for piece in pieces) for pieces in on_host.pieces]
-        there = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
-        on_host.copied = self._copied(on_host.pieces, there, to_host=False)
+        new = self._bytes.new_empty
+        there = [new(size) for size in on_host.sizes]
+        with self._beside(on_host, to_host=False):
+            for tensor, pieces in zip(there, on_host.pieces, strict=True):
+                parts = [tensor] if len(pieces) == 1 else tensor.split([piece.numel() for piece in pieces])
+                for part, piece in zip(parts, pieces, strict=True):
+                    part.copy_(piece, non_blocking=True)
         return there
 
-    def _copied(self, hosts: Sequence[list[Tensor]], there: Sequence[Tensor], to_host: bool) -> torch.Event | None:
-        parts = [
-            [tensor] if len(pieces) == 1 else tensor.split([piece.numel() for piece in pieces])
-            for pieces, tensor in zip(hosts, there, strict=True)
-        ]
+    @functools.cached_property
+    def _bytes(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    @contextmanager
+    def _beside(self, on_host: OnHost, to_host: bool) -> Iterator[None]:
+        """Copies inside run on the stream of their direction."""
         if not self._is_beside:
-            _copy(hosts, parts, to_host)
-            return None
+            yield
+            return
         # The rank's stream has made the sources, and has ended with what had the targets' memory before.
         stream = self._streams.get(to_host) or self._streams.setdefault(to_host, torch.Stream(self.device))
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
-            _copy(hosts, parts, to_host)
-        return stream.record_event()
+            yield
+        on_host.copied = stream.record_event()
 
     def wait(self, on_host: OnHost) -> None:
         """Lets the device's current stream wait for the last copies."""
@@ -171,34 +198,30 @@ class HostCopies:
             torch.accelerator.current_stream(self.device).wait_stream(stream)
 
     def reuse(self, on_host: OnHost) -> None:
-        """Takes pages back. The device's current stream has waited for their last copies."""
-        for page in on_host.pages:
-            self._unused.setdefault(page.numel(), []).append(page)
+        """Takes memory back. The device's current stream has waited for its last copies."""
+        self._unused.setdefault(on_host.sizes, []).append(on_host)
 
-    def _laid_out(self, sizes: Sequence[int]) -> OnHost:
+    def _laid_out(self, sizes: tuple[int, ...]) -> OnHost:
         """Takes memory of the host for so many bytes each, one behind the other."""
-        on_host, left = OnHost([], []), sum(sizes)
-        place = end = 0
+        on_host, left, begin, end = OnHost(sizes), sum(sizes), 0, 0
         for size in sizes:
             pieces = list[Tensor]()
             while size:
-                if place == end:
-                    on_host.pages.append(self._page(left))
-                    place, end = 0, on_host.pages[-1].numel()
-                part = min(size, end - place)
-                pieces.append(on_host.pages[-1][place : place + part])
-                place, size, left = place + part, size - part, left - part
+                if begin == end:
+                    page = self._page(left)
+                    on_host.pages.append(page)
+                    begin, end = 0, page.nbytes
+                part = min(size, end - begin)
+                pieces.append(page[begin : begin + part])
+                begin, size, left = begin + part, size - part, left - part
             on_host.pieces.append(pieces)
         return on_host
 
     def _page(self, least: int) -> Tensor:
         size = min(self.page, 1 << (least - 1).bit_length())
-        unused = self._unused.get(size)
-        return unused.pop() if unused else torch.empty(size, dtype=torch.uint8, pin_memory=self._is_beside)
-
-
-def _copy(hosts: Sequence[Sequence[Tensor]], there: Sequence[Sequence[Tensor]], to_host: bool) -> None:
-    for pieces, parts in zip(hosts, there, strict=True):
-        for piece, part in zip(pieces, parts, strict=True):
-            target, source = (piece, part) if to_host else (part, piece)
-            target.copy_(source, non_blocking=True)
+        while not self._pages.get(size) and self._unused:
+            unused = self._unused.pop(next(iter(self._unused)))  # the sizes that came first
+            for page in (page for on_host in unused for page in on_host.pages):
+                self._pages.setdefault(page.nbytes, []).append(page)
+        pages = self._pages.get(size)
+        return pages.pop() if pages else torch.empty(size, dtype=torch.uint8, pin_memory=self._is_beside)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+from unittest import mock
 
+from fxpipe.run.actions.offload import Offloaded
 from fxpipe.schedules import SCHEDULES, Costs
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.families.offload import with_offload
@@ -25,16 +29,40 @@ class Offloading:
 
     def __call__(self, problem: Problem) -> Rows:
         rows = SCHEDULES[self.family](problem)
-        leaving = {stage for stage, has in enumerate(problem.backward) if has} - problem.recomputed
+        stages = {stage for stage, has in enumerate(problem.backward) if has} - problem.recomputed
         if self.costs is None:
-            return [[cell for action in row for cell in _moved(action, leaving)] for row in rows]
-        marks = tuple(stage in leaving for stage in range(len(problem.placement)))
+            return [[cell for action in row for cell in _moved(action, stages)] for row in rows]
+        marks = tuple(stage in stages for stage in range(len(problem.placement)))
         return with_offload(rows, replace(problem, offload=marks, costs=self.costs, memory=self.memory))
 
 
-def _moved(action: Action, leaving: set[int]) -> list[Action]:
-    if action.stage in leaving and action.kind.messages is FORWARD:
+class Left(NamedTuple):
+    """The saved tensors of a forward that leave, the storages that they are in, and the bytes of these."""
+
+    tensors: int
+    storages: int
+    bytes: int
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[list[Left]]:
+    """What leaves, of each forward inside."""
+    left: list[Left] = []
+    plain = Offloaded.leave
+
+    def leave(self: Offloaded) -> None:
+        plain(self)
+        memories = self._memories.values()
+        tensors = sum(away.memory.storage is not None for away in self._away)
+        left.append(Left(tensors, len(memories), sum(memory.end - memory.begin for memory in memories)))
+
+    with mock.patch.object(Offloaded, "leave", leave):
+        yield left
+
+
+def _moved(action: Action, stages: set[int]) -> list[Action]:
+    if action.stage in stages and action.kind.messages is FORWARD:
         return [action, action._replace(kind=Kind.O)]
-    if action.stage in leaving and action.kind.messages is BACKWARD:
+    if action.stage in stages and action.kind.messages is BACKWARD:
         return [action._replace(kind=Kind.P), action]
     return [action]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.device import shared_name
 from fxpipe.torch_compat import pytree
@@ -56,11 +57,14 @@ def one_level(value: Any, *leaves: type) -> tuple[list[Any], pytree.TreeSpec]:
 
 def storage_id(tensor: Tensor) -> int:
     """The id of a tensor's storage, equal for tensors that share memory, also on the meta device."""
-    return int(tensor.untyped_storage()._cdata)
+    return id_of_storage(tensor.untyped_storage())
 
 
-def is_view_of_parameter(tensor: Tensor) -> bool:
-    return tensor._is_view() and isinstance(tensor._base, nn.Parameter)
+id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a view is of; None of another tensor."""
+saved_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""``version_of`` a tensor that autograd saves, which is no inference tensor."""
 
 
 def version_of(tensor: Tensor) -> int:

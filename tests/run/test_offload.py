@@ -6,7 +6,7 @@ import contextlib
 import gc
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from fxpipe.run.actions.offload import Offloaded, storages
 from fxpipe.schedules.action import Action
 from fxpipe.torch_compat.tensors import storage_id
 from tests.harness import assert_same, gradients_of
-from tests.offloading import Offloading
+from tests.offloading import Left, Offloading, leaving
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -203,28 +203,21 @@ STAY |= {"indices", "no elements", "view of a buffer", "detached parameter"}
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_have_the_bits_of_plain_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_have_the_bits_of_plain_autograd(name: str, moved: list[Left]) -> None:
     offloaded, plain = new(), Plain()
     offloaded.copies.page = 64  # a storage lies in several pages
-    moved = counted(monkeypatch)
     for got, wanted in zip(ran(KINDS[name], offloaded), ran(KINDS[name], plain), strict=True):
         assert_same(got, wanted, name)
-    ((count, _),) = moved
+    ((_, count, _),) = moved
     assert count == len(set(plain.saved) - plain.stays) - (name == "conjugate")  # which stays with its storage
     assert (count == 0) == (name in STAY)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of each forward from now on, the storages that leave, and their bytes."""
-    moved: list[tuple[int, int]] = []
-    leave = Offloaded.leave
-
-    def note(self: Offloaded) -> None:
-        leave(self)
-        moved.append(self.left)
-
-    monkeypatch.setattr(Offloaded, "leave", note)
-    return moved
+@pytest.fixture
+def moved() -> Iterator[list[Left]]:
+    """Of each forward, what leaves."""
+    with leaving() as left:
+        yield left
 
 
 def new(*stays: Tensor, copies: HostCopies | None = None) -> Offloaded:
@@ -324,9 +317,9 @@ def test_a_backward_that_writes_what_another_needs_raises(leaves: bool) -> None:
 # --- what stays, and what it costs ---
 
 
-def test_memory_that_its_owner_has_freed_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_its_owner_has_freed_is_not_copied(moved: list[Left]) -> None:
     """FSDP2 frees a whole parameter after F, and makes it anew before B."""
-    moved, x, whole = counted(monkeypatch), leaf(), torch.randn(WIDTH, WIDTH)
+    x, whole = leaf(), torch.randn(WIDTH, WIDTH)
     numbers, bytes_ = whole.clone(), whole.untyped_storage().nbytes()
     with (offloaded := new()).saving():
         z = (x * 1.0).exp() @ whole
@@ -341,30 +334,30 @@ def test_memory_that_its_owner_has_freed_is_not_copied(monkeypatch: pytest.Monke
     plain = leaf()
     ((plain * 1.0).exp() @ numbers).sum().backward()
     assert_same(x.grad, plain.grad, "gradient")
-    assert moved == [(1, 5 * WIDTH * 4)], "the exponential, and not the parameter"
+    assert moved == [(1, 1, 5 * WIDTH * 4)], "the exponential, and not the parameter"
 
 
-def test_views_of_a_parameter_in_no_list_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, weight = counted(monkeypatch), nn.Parameter(torch.randn(WIDTH, WIDTH))
+def test_views_of_a_parameter_in_no_list_stay(moved: list[Left]) -> None:
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     with (offloaded := new()).saving():
         (leaf() @ weight.t() @ weight[:, :WIDTH]).sum().backward()
     offloaded.leave()
-    assert moved == [(2, 2 * 5 * WIDTH * 4)], "the two inputs of matmul"
+    assert moved == [(2, 2, 2 * 5 * WIDTH * 4)], "the two inputs of matmul"
 
 
-def test_a_storage_leaves_once_and_only_the_part_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, big = counted(monkeypatch), torch.randn(10_000, WIDTH).requires_grad_() * 1.0
+def test_a_storage_leaves_once_and_only_the_part_in_use(moved: list[Left]) -> None:
+    big = torch.randn(10_000, WIDTH).requires_grad_() * 1.0
     with (offloaded := new()).saving():
         z = big[100:104] * big[102:106] * big[104:112:2]
     there_and_back(offloaded)
     z.sum().backward()
     # Rows 100 to 110; from a multiple of 512 bytes on. Row 100 begins at 3200; 3072 is the multiple. And a product.
-    assert moved == [(2, 111 * WIDTH * 4 - 3072 + 4 * WIDTH * 4)]
+    assert moved == [(4, 2, 111 * WIDTH * 4 - 3072 + 4 * WIDTH * 4)]
 
 
-def test_small_storages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_storages_stay(moved: list[Left]) -> None:
     """A small view leaves with its storage: else it would keep all of it."""
-    moved, copies = counted(monkeypatch), HostCopies(CPU)
+    copies = HostCopies(CPU)
     copies.least = 1024
     with (offloaded := new(copies=copies)).saving():
         x = leaf() * 1.0
@@ -373,7 +366,7 @@ def test_small_storages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         second = (y[:1] * y[:1]).sum() + (y * y).sum()
     there_and_back(offloaded)
     (first.sum() + second).backward()
-    assert moved == [(1, 100 * WIDTH * 4)]
+    assert moved == [(4, 1, 100 * WIDTH * 4)]
 
 
 def test_all_memory_is_free_after_o_and_after_b() -> None:
@@ -425,7 +418,9 @@ def test_a_saved_tensor_may_be_asked_for_twice() -> None:
     assert_same(x.grad, first, "second pass")
 
 
-def test_pages_are_used_again_and_never_more_than_were_in_use_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_used_again_and_never_more_than_were_in_use_at_once(
+    moved: list[Left], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lengths vary, and three micro-batches are in flight."""
     copies, taken = HostCopies(CPU), list[int]()
     copies.page = 4096
@@ -447,7 +442,7 @@ def test_pages_are_used_again_and_never_more_than_were_in_use_at_once(monkeypatc
             x * x
         offloaded.leave()
         flying.append(offloaded)
-        most = max(most, sum(each.left[1] for each in flying))
+        most = max(most, sum(left.bytes for left in moved[-len(flying) :]))
         if len(flying) == 3:
             flying.pop(0).arrive()
     assert len(taken) == before, "the same lengths again take none"
@@ -496,30 +491,30 @@ def gradients(forward_backward: fxpipe.ForwardBackward) -> list[Tensor]:
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "zb_h1"])
 def test_a_step_that_failed_is_repeated_with_equal_bits_and_holds_nothing(family: str) -> None:
     forward_backward = three(Fails, Offloading(family))
-    moved = list[weakref.ref[Any]]()
+    left = list[weakref.ref[Any]]()
     plain = Offloaded.leave
 
     def leave(self: Offloaded) -> None:
         plain(self)
-        moved.append(weakref.ref(self))
+        left.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offloaded, "leave", leave)
         with pytest.raises(ZeroDivisionError):
             forward_backward(*BATCH)
     gc.collect()  # the error's frames
-    assert len(moved) > 3
-    assert not any(ref() for ref in moved)
+    assert len(left) > 3
+    assert not any(ref() for ref in left)
     for got, wanted in zip(gradients(forward_backward), gradients(three(partial(Fails, 4), family)), strict=True):
         assert_same(got, wanted, family)
 
 
-def test_the_batch_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved, forward_backward = counted(monkeypatch), three(partial(nn.Linear, WIDTH, WIDTH), Offloading("gpipe"))
+def test_the_batch_and_parameters_stay(moved: list[Left]) -> None:
+    forward_backward = three(partial(nn.Linear, WIDTH, WIDTH), Offloading("gpipe"))
     forward_backward(*BATCH)
     rows = 2 * WIDTH * 4
     # Of first nothing, of amid its input, of the loss its input, and not the target.
-    assert sorted(moved) == 8 * [(0, 0)] + 16 * [(1, rows)]
+    assert sorted(moved) == 8 * [(0, 0, 0)] + 16 * [(1, 1, rows)]
 
 
 class Saves(nn.Linear):

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import HostCopies, OnHost
+from fxpipe.device import HostCopies, OnHost, Part
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
-from fxpipe.torch_compat.tensors import is_view_of_parameter, storage_id, version_of
+from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
 
 _ALIGNED = 512
 """The bytes to which devices align memory. Kernels may depend on a tensor's alignment, so a copy has the same."""
@@ -40,20 +40,11 @@ class _Memory:
     begin: int
     end: int
     storage: torch.UntypedStorage | None
-    """The device's storage until O."""
-    leaves: bool = True
+    """The device's storage until O. None: it stays, or has left."""
     there: Tensor | None = None
     """The device's memory from P on, as bytes."""
     version: int = 0
     """The version of ``there`` after its copy."""
-
-    def bytes(self) -> Tensor:
-        """The bytes to copy."""
-        assert self.storage is not None
-        self.begin = self.begin // _ALIGNED * _ALIGNED
-        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(
-            self.storage, self.begin, (self.end - self.begin,), (1,)
-        )
 
 
 @dataclass(slots=True)
@@ -64,20 +55,13 @@ class _SavedTensor:
     tensor: Tensor | None
     version: int
 
-    @property
-    def is_written(self) -> bool:
-        return self.tensor is not None and version_of(self.tensor) != self.version
-
 
 @dataclass(slots=True)
 class _Away(_SavedTensor):
-    """A saved tensor whose memory leaves, and its place in the memory."""
+    """A saved tensor whose memory leaves. ``place``: its type, size, strides and offset in the storage, from O on."""
 
     memory: _Memory
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    place: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
 
 
 @dataclass(slots=True)
@@ -105,7 +89,8 @@ class Offloaded:
     stays: Collection[int]
     stage: str
     _memories: dict[int, _Memory] = field(default_factory=dict)
-    _noted: list[_Away | _Wrapped] = field(default_factory=list)
+    _away: list[_Away] = field(default_factory=list)
+    _wrapped: list[_Wrapped] = field(default_factory=list)
     _on_host: OnHost | None = None
 
     @contextlib.contextmanager
@@ -126,119 +111,131 @@ class Offloaded:
                 "that note what autograd saves; leave the stage out of offload="
             ) from error
 
-    @property
-    def left(self) -> tuple[int, int]:
-        """The number of storages that leave, and their bytes."""
-        return len(self._memories), sum(memory.end - memory.begin for memory in self._memories.values())
-
     def _pack(self, tensor: Tensor) -> _SavedTensor:
-        saved = None
-        apart = tensor if tensor.grad_fn is None else tensor.detach()  # which is no view any more
-        if not is_view_of_parameter(tensor):  # FSDP2's whole parameters are in no list
-            saved = self._away(apart) if type(apart) is Tensor else self._wrapped(apart)
-        if saved is None:
+        apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
+        base = base_of(tensor)
+        if base is not None and isinstance(base, nn.Parameter):  # FSDP2's whole parameters are in no list
             return _SavedTensor(apart, version_of(apart))
-        self._noted.append(saved)
-        return saved
+        return self._plain(apart) if type(apart) is Tensor else self._by_parts(apart)
 
-    def _wrapped(self, tensor: Tensor) -> _Wrapped | None:
-        """A tensor of a subclass by its parts; None if all of it stays."""
-        if not _is_wrapper(tensor):
-            return None
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = {name: self._part(getattr(tensor, name)) for name in names}
-        if all(type(part) is _SavedTensor for part in parts.values()):
-            return None
-        return _Wrapped(tensor, version_of(tensor), type(tensor), parts, context, tensor.size(), tensor.stride())
-
-    def _part(self, tensor: Tensor) -> _SavedTensor:
-        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays.
-        is_whole = not (tensor.is_floating_point() or tensor.is_complex() or _is_wrapper(tensor))
-        return _SavedTensor(tensor, version_of(tensor)) if is_whole else self._pack(tensor)
-
-    def _away(self, tensor: Tensor) -> _Away | None:
-        """Notes a plain tensor whose memory will leave; returns None for a tensor that stays."""
-        is_plain = tensor.layout is torch.strided and tensor.device == self.copies.device and not tensor.is_quantized
-        if not is_plain or (own := storage_id(tensor)) in self.stays:
-            return None
-        size, stride, offset, width = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.element_size()
-        begin = offset * width
-        end = begin + (tensor.nbytes if tensor.is_contiguous() else _span(size, stride) * width)
-        memory = self._memories.get(own)
+    def _plain(self, tensor: Tensor) -> _SavedTensor:
+        """Notes the memory of a tensor, if it may leave."""
+        version = saved_version(tensor)
+        if tensor.layout is not torch.strided or tensor.device != self.copies.device or tensor.is_quantized:
+            return _SavedTensor(tensor, version)
+        storage = tensor.untyped_storage()
+        key = id_of_storage(storage)
+        if key in self.stays:
+            return _SavedTensor(tensor, version)
+        begin = tensor.storage_offset() * tensor.element_size()
+        end = begin + (tensor.nbytes if tensor.is_contiguous() else _span(tensor))
+        memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[own] = _Memory(begin, end, tensor.untyped_storage())
+            memory = self._memories[key] = _Memory(begin, end, storage)
         else:
             memory.begin, memory.end = min(memory.begin, begin), max(memory.end, end)
         if tensor.is_conj() or tensor.is_neg():  # its bytes alone are not its numbers
-            memory.leaves = False
-        return _Away(tensor, version_of(tensor), memory, tensor.dtype, size, stride, offset)
+            memory.storage = None
+        away = _Away(tensor, version, memory)
+        self._away.append(away)
+        return away
+
+    def _by_parts(self, tensor: Tensor) -> _SavedTensor:
+        """Notes the parts of a tensor of a subclass."""
+        version = version_of(tensor)
+        if not _is_wrapper(tensor):
+            return _SavedTensor(tensor, version)
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: self._part(getattr(tensor, name)) for name in names}
+        if all(type(part) is _SavedTensor for part in parts.values()):
+            return _SavedTensor(tensor, version)
+        wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
+        self._wrapped.append(wrapped)
+        return wrapped
+
+    def _part(self, tensor: Tensor) -> _SavedTensor:
+        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays.
+        leaves = tensor.is_floating_point() or tensor.is_complex() or _is_wrapper(tensor)
+        return self._pack(tensor) if leaves else _SavedTensor(tensor, version_of(tensor))
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
-        if saved.tensor is not None:
-            if saved.is_written:
-                raise _written(saved.tensor.size(), version_of(saved.tensor), saved.version)
-            return saved.tensor
-        if isinstance(saved, _Wrapped):
-            parts = {name: self._unpack(part) for name, part in saved.parts.items()}
-            return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
-        assert isinstance(saved, _Away)
-        memory, there = saved.memory, saved.memory.there
+        tensor = saved.tensor
+        if tensor is not None:
+            if version_of(tensor) != saved.version:
+                raise _written(tensor.size(), version_of(tensor), saved.version)
+            return tensor
+        if type(saved) is _Away and saved.place is not None:
+            return self._brought_back(saved.memory, *saved.place)
+        assert isinstance(saved, _Wrapped)
+        parts = {name: self._unpack(part) for name, part in saved.parts.items()}
+        return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
+
+    def _brought_back(
+        self, memory: _Memory, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+    ) -> Tensor:
+        there = memory.there
         if there is None:
             raise RunError(
                 f"the activations of stage {self.stage!r} are in the host's memory, and something differentiates its "
                 "outputs before its backward; leave the stage out of offload="
             )
         # Views, unlike other tensors of the same memory, count writes together.
-        if version_of(there) != memory.version:
-            raise _written(saved.size, version_of(there), memory.version)
-        width = saved.dtype.itemsize
-        if uneven := there.numel() % width:  # tensors of a narrower type have used more of the storage
+        if saved_version(there) != memory.version:
+            raise _written(size, saved_version(there), memory.version)
+        width = dtype.itemsize
+        if uneven := there.nbytes % width:  # tensors of a narrower type have used more of the storage
             there = there[:-uneven]
-        return there.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset - memory.begin // width)
+        return there.view(dtype).as_strided(size, stride, offset - memory.begin // width)
 
     def leave(self) -> None:
         """After F: starts the copies to the host."""
-        for saved in self._noted:
+        for away in self._away:
             # What was written since it was saved stays, so that its version tells.
-            if isinstance(saved, _Away) and saved.is_written:
-                saved.memory.leaves = False
-        for memory in self._memories.values():
+            if saved_version(away.tensor) != away.version:
+                away.memory.storage = None
+        parts, memories = list[Part](), dict[int, _Memory]()
+        for key, memory in self._memories.items():
+            storage, end = memory.storage, memory.end
             # Of what its owner has freed, as FSDP2 frees whole parameters, nothing is there to copy.
-            if memory.end - memory.begin < self.copies.least or memory.storage.nbytes() < memory.end:
-                memory.leaves = False
-        self._noted = [
-            saved
-            for saved in self._noted
-            if not saved.is_written and (isinstance(saved, _Wrapped) or saved.memory.leaves)
-        ]
-        self._memories = {own: memory for own, memory in self._memories.items() if memory.leaves}
-        self._on_host = self.copies.out([memory.bytes() for memory in self._memories.values()])
+            if storage is None or end - memory.begin < self.copies.least or storage.nbytes() < end:
+                memory.storage = None
+                continue
+            memory.begin = memory.begin // _ALIGNED * _ALIGNED
+            parts.append(Part(storage, memory.begin, end))
+            memories[key] = memory
+        self._memories, self._on_host = memories, self.copies.out(parts)
 
     def release(self) -> None:
         """O: the rank's stream waits for the copies; after them the device's memory is free."""
         assert self._on_host is not None
         self.copies.wait(self._on_host)
-        for saved in self._noted:
-            if not saved.is_written:  # else the host may have some of the new numbers
-                saved.tensor = None
+        for away in self._away:
+            tensor = away.tensor
+            # Of what was written meanwhile, the host may have some of the new numbers.
+            if tensor is not None and away.memory.storage is not None and saved_version(tensor) == away.version:
+                away.place = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                away.tensor = None
+        for wrapped in self._wrapped:
+            if wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
+                wrapped.tensor = None
         for memory in self._memories.values():
             memory.storage = None
-        self._noted = []
+        self._away, self._wrapped = [], []
 
     def fetch(self) -> None:
         """P: starts the copies back."""
         assert self._on_host is not None
         there = self.copies.back(self._on_host)
         for memory, tensor in zip(self._memories.values(), there, strict=True):
-            memory.there, memory.version = tensor, version_of(tensor)
+            memory.there, memory.version = tensor, saved_version(tensor)
 
     def arrive(self) -> None:
         """Before B: the rank's stream waits for the copies back. From now on autograd alone holds the tensors."""
         assert self._on_host is not None
         self.copies.wait(self._on_host)
         self.copies.reuse(self._on_host)
-        self._noted, self._memories, self._on_host = [], {}, None
+        self._memories, self._on_host = {}, None
 
 
 def storages(values: Iterable[Any]) -> set[int]:
@@ -259,9 +256,10 @@ def _is_wrapper(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__")
 
 
-def _span(size: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from a tensor's first to its last in memory."""
-    return 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+def _span(tensor: Tensor) -> int:
+    """The number of bytes from a tensor's first element to its last."""
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return tensor.element_size() * (1 + sum((count - 1) * step for count, step in steps))
 
 
 def _written(size: Sequence[int], version: int, expected: int) -> RuntimeError:
