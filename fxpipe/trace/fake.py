@@ -31,7 +31,7 @@ from fxpipe.torch_compat import (
     no_function_modes,
     pytree,
 )
-from fxpipe.trace.patching import all_patched
+from fxpipe.trace.patching import Replacement, replaced
 from fxpipe.trace.state.contents import users_modules, walk
 
 _META = torch.device("meta")
@@ -93,24 +93,20 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
     fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
     # by id: a tied parameter gets a single fake tensor for all of its names
     stand_ins: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+    rows: list[Replacement] = []
     for prefix, submodule in module.named_modules():
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                originals.append((table, name, tensor))
                 if id(tensor) not in stand_ins:
                     stand_in = stand_ins[id(tensor)] = _stand_in(fake, tensor)
                     fake.names[id(stand_in)] = f"{prefix}.{name}".lstrip(".")
+                rows.append((table, name, stand_ins[id(tensor)]))
     try:
-        for table, name, tensor in originals:
-            table[name] = stand_ins[id(tensor)]
-        with quiet():
+        with replaced(rows), quiet():
             yield fake
     finally:
-        for table, name, tensor in originals:
-            table[name] = tensor
         _empty_caches()
 
 
@@ -193,7 +189,7 @@ def needs_values(error: BaseException) -> bool:
 
 def quiet() -> contextlib.AbstractContextManager[None]:
     """While this context is open, torch logs no failures of operations on fake tensors: the tracer handles failures."""
-    return all_patched((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
+    return replaced((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
 
 
 _WITHOUT_NUMBERS = (

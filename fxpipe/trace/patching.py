@@ -104,7 +104,7 @@ def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> 
     """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
     non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
     non_reentrant = torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator
-    return all_patched([non_reentrant, (torch.utils.checkpoint.CheckpointFunction, "apply", apply)])
+    return replaced([non_reentrant, (torch.utils.checkpoint.CheckpointFunction, "apply", apply)])
 
 
 refuse_checkpoint = refusing("forward uses activation checkpointing, and what it saves would be lost", KEEPS)
@@ -165,7 +165,7 @@ def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[N
 
     asks = [getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")]
     patches = [(torch.compiler, ask.__name__, functools.partial(answer, ask.__name__, ask, False)) for ask in asks]
-    return all_patched([*patches, (torch, "_subclasses", Home("_subclasses"))])
+    return replaced([*patches, (torch, "_subclasses", Home("_subclasses"))])
 
 
 Key = tuple[int, str]
@@ -198,31 +198,33 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Abstra
         return call
 
     patches = {(owner, method): patch(owner, method) for (_, method), owner in owners.items()}
-    return all_patched((owner, method, call) for (owner, method), call in patches.items())
+    return replaced((owner, method, call) for (owner, method), call in patches.items())
 
 
-Patch = tuple[Any, str, Any]
-"""(owner, attribute name, replacement)"""
-
-
-@contextlib.contextmanager
-def all_patched(patches: Iterable[Patch]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patched(*patch))
-        yield
+Replacement = tuple[Any, str, Any]
+"""(an object or a dict, the name of an attribute or the key, the value in its place)"""
+_MISSING: Any = object()
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # an attribute that the owner inherits is deleted afterwards, and not set to the inherited value
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
+def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
+    """DOC"""
+    # A stack undoes all of them, the last first, whatever one of them raises.
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in rows:
+            # An attribute that the owner inherits is deleted afterwards, and not set to the inherited value.
+            own = owner if isinstance(owner, dict) else vars(owner)
+            undo.callback(_put, owner, name, own.get(name, _MISSING))
+            _put(owner, name, value)
         yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, dict) and value is _MISSING:
+        owner.pop(name, None)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    elif value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)

@@ -41,7 +41,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.export.operators import SizeClauses, clauses_of, guards_of, sizes_in
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, all_patched
+from fxpipe.trace.patching import LEFT_BEHIND, UNREGISTERED, replaced
 from fxpipe.trace.state.snapshot import storage_of
 from fxpipe.trace.user_line import users_line_in
 
@@ -63,7 +63,7 @@ def modes_as_operations() -> AbstractContextManager[None]:
     def unchanged(graph_module: Any, signature: Any) -> tuple[Any, Any]:
         return graph_module, signature
 
-    return all_patched((module, name, unchanged) for module, name in mode_passes())
+    return replaced((module, name, unchanged) for module, name in mode_passes())
 
 
 @dataclass

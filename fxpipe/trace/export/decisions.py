@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, QuestionKind
 from fxpipe.torch_compat import FakeTensor, computation_of, computed, fix_size, is_unbacked, known_truth, size_decisions
-from fxpipe.trace.patching import all_patched, patched
+from fxpipe.trace.patching import replaced
 from fxpipe.trace.state.contents import users_modules
 from fxpipe.trace.user_line import current_line
 
@@ -50,7 +50,7 @@ class Decisions(TorchFunctionMode):
         symbolic: list[tuple[Any, str, QuestionKind]] = [(torch.SymBool, "__bool__", "truth")]
         symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
         patches = [(owner, name, self._instead_of(getattr(owner, name), kind)) for owner, name, kind in symbolic]
-        with all_patched(patches), self:
+        with replaced(patches), self:
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,22 +140,14 @@ def _is_asked(value: Any) -> bool:
 # --- sizes of varying dimensions, which a capture keeps symbolic ---
 
 
-@contextlib.contextmanager
-def symbolic_lengths() -> Iterator[None]:
+def symbolic_lengths() -> contextlib.AbstractContextManager[None]:
     """While this context is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
 
     transformers' ``CLIPModel`` needs this, as its loss calls ``torch.arange(len(logits))``. A tensor's ``__len__``
     cannot return a symbol, since Python's ``len()`` converts the result to an int. The replacement is put into users'
     modules, and not into ``builtins``, since torch._dynamo keeps references to the builtins for good.
     """
-    homes = [vars(module) for module in users_modules() if "len" not in vars(module)]
-    try:
-        for home in homes:
-            home["len"] = _length
-        yield
-    finally:
-        for home in homes:
-            home.pop("len", None)
+    return replaced((vars(module), "len", _length) for module in users_modules() if "len" not in vars(module))
 
 
 def _length(value: Any, /) -> Any:
@@ -183,5 +175,5 @@ def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
             lines.append((current_line(), of_size))
         return answer
 
-    with patched(env, name, noting):
+    with replaced([(env, name, noting)]):
         yield lines

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.seeds import RandomState
 from fxpipe.torch_compat import RECURRENT_CACHES, PythonKeyTracer, function_apply, import_dynamo
-from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Patch, backward_hooks, refuse, refusing
+from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, Replacement, backward_hooks, refuse, refusing
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import AssignedBuffers, CallAttributes, CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
@@ -65,7 +65,7 @@ class TracingGuard(CaptureGuard):
         parts = (part for root in self.roots for part in root.modules())
         return entry in _HOOKS and any(_HOOKS_INSTALLED in vars(part) for part in parts)
 
-    def _patches(self) -> list[Patch]:
+    def _patches(self) -> list[Replacement]:
         return [
             (nn.Module, "register_buffer", self._guarded_register_buffer()),
             (torch.autograd.Function, "apply", classmethod(_guarded_apply())),

@@ -17,7 +17,7 @@ from fxpipe.graph.program import Effects
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
-from fxpipe.trace.patching import Key, all_patched, aside, handled, refuse
+from fxpipe.trace.patching import Key, aside, handled, refuse, replaced
 from fxpipe.trace.request import Request, tensors_of_words
 from fxpipe.trace.user_line import current_line, is_users
 
@@ -127,7 +127,7 @@ class Regions:
         for path, name in sets:
             module = self.request.module.get_submodule(path)
             owners.setdefault(type(module), set()).add((id(vars(module)), name))
-        return all_patched((kind, "__getattribute__", _guarded(kind, names)) for kind, names in owners.items())
+        return replaced((kind, "__getattribute__", _guarded(kind, names)) for kind, names in owners.items())
 
 
 def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], Any]:

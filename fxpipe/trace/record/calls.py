@@ -33,7 +33,7 @@ from fxpipe.torch_compat import (
 )
 from fxpipe.trace.fake import outside
 from fxpipe.trace.opaque.region_calls import RegionCall
-from fxpipe.trace.patching import Key, Patch, all_patched, backward_hooks, handled, noting, patched, refuse_backward
+from fxpipe.trace.patching import Key, Replacement, backward_hooks, handled, noting, refuse_backward, replaced
 from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState
 from fxpipe.trace.record.opaque import Applied
@@ -86,7 +86,7 @@ class Calls:
     def watched(self) -> Iterator[None]:
         """While this context is open, the recorder sees calls. ``cutting`` must be entered around it."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(all_patched(self._patches()))
+            stack.enter_context(replaced(self._patches()))
             parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
             stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
@@ -95,7 +95,7 @@ class Calls:
             yield
             self._check_backward_hooks("", self._root)
 
-    def _patches(self) -> Iterator[Patch]:
+    def _patches(self) -> Iterator[Replacement]:
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         generator, vmap = vars(checkpointing)[CHECKPOINT_GENERATOR], vars(vmap_home)["vmap_impl"]
         yield checkpointing, CHECKPOINT_GENERATOR, functools.partial(self._non_reentrant, generator)
@@ -112,7 +112,7 @@ class Calls:
 
     def write_buffers(self) -> None:
         """Writes the buffers that forward has set."""
-        self._buffers.write(lambda line: patched(self._recorder, "line", line))
+        self._buffers.write(lambda line: replaced([(self._recorder, "line", line)]))
 
     def _is_ours(self) -> bool:
         recorder = self._recorder
@@ -143,7 +143,7 @@ class Calls:
         recorder, path = self._recorder, self._paths[key[0]]
         module = self._root.get_submodule(path)
         try:
-            with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
+            with replaced([(recorder, "stack", {**recorder.stack, path: type(module)})]):
                 frame = Frame(recorder, path, module, args, kwargs)
                 with outside():
                     python = PythonState(module, recorder.own_generators)
@@ -292,7 +292,7 @@ class Calls:
         error.tried = True
         try:
             # the recorder is paused while the call runs on real numbers
-            with patched(recorder, "paused", True):
+            with replaced([(recorder, "paused", True)]):
                 rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers, recorder.own_generators)
         except Exception as failure:
             if not error.reads_values:

@@ -25,7 +25,7 @@ from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import CHECKS, TorchDispatchMode, no_function_modes, pytree
 from fxpipe.trace.cuts.cutting import crossing
 from fxpipe.trace.fake import FakeModel, is_fake, needs_values, outside
-from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, patched, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, refuse, refuse_backward, replaced
 from fxpipe.trace.record.tape import (
     Args,
     Checkpoint,
@@ -336,7 +336,7 @@ class Recorder(TorchFunctionMode):
 
     def checkpointed(self, **options: Any) -> AbstractContextManager[None]:
         """While this context is open, recorded operations belong to one call of ``checkpoint`` with these options."""
-        return patched(self, "checkpoints", (*self.checkpoints, Checkpoint(options, self.scope())))
+        return replaced([(self, "checkpoints", (*self.checkpoints, Checkpoint(options, self.scope())))])
 
     @contextmanager
     def operators(self) -> Iterator[None]:
@@ -345,7 +345,7 @@ class Recorder(TorchFunctionMode):
         Inside of ``torch.vmap`` a torch function sees one row, and an operator sees all rows, as when a model makes a
         mask of positions. Operators run below autograd, so the recorded graph would lose gradients.
         """
-        with patched(self, "paused", True), _Operators(self):
+        with replaced([(self, "paused", True)]), _Operators(self):
             yield
         if self._unmapped is not None:
             raise self._unmapped
@@ -370,7 +370,7 @@ class Recorder(TorchFunctionMode):
         self._ended |= dict.fromkeys((part for part in self.checkpoints if part in begun), name or "an unnamed one")
         behind = partial(self._behind, words(name, gather), gather is not None)
         # the boundary itself belongs to no checkpointed part, so that the graph can be cut there
-        with patched(self, "checkpoints", ()):
+        with replaced([(self, "checkpoints", ())]):
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
 
     def _behind(self, options: tuple[Any, ...], gathers: bool, before: list[Tensor]) -> list[Tensor]:

@@ -14,13 +14,12 @@ from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import is_constant
 from fxpipe.trace.patching import (
     ONCE,
-    Patch,
-    all_patched,
+    Replacement,
     checkpoints_as,
-    patched,
     refuse,
     refuse_changes,
     refuse_checkpoint,
+    replaced,
 )
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.reads import noting
@@ -45,7 +44,7 @@ def watching_attributes(
         if path is None or not takes(module, name, value, path):
             original(module, name, value)
 
-    with patched(nn.Module, "__setattr__", guarded), noting() as own.read:
+    with replaced([(nn.Module, "__setattr__", guarded)]), noting() as own.read:
         try:
             yield
         finally:
@@ -156,12 +155,12 @@ class CaptureGuard:
             self.random.rewind()
 
     @contextlib.contextmanager
-    def forward(self, patches: list[Patch]) -> Iterator[None]:
+    def forward(self, patches: list[Replacement]) -> Iterator[None]:
         """A context around the call of the model. TraceError if the call has changed attributes that it may not."""
         inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
         attributes = watching_attributes(self.paths, self.take_attribute, self.own)
         checkpoints = checkpoints_as(refuse_checkpoint, refuse_checkpoint)
-        with all_patched([*patches, inference]), attributes, checkpoints:
+        with replaced([*patches, inference]), attributes, checkpoints:
             yield
         for root, snapshot in self.snapshots.items():
             refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), _RETURN_IT)

@@ -20,7 +20,7 @@ from fxpipe.errors import RunError, TraceError
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat import version_of
-from fxpipe.trace.patching import ASIDE, patched
+from fxpipe.trace.patching import ASIDE, replaced
 from fxpipe.trace.state.contents import alike, contents
 
 MOST = 16
@@ -49,7 +49,7 @@ def noting() -> Iterator[set[Key]]:
             noted.add((id(object.__getattribute__(module, "__dict__")), name))
         return original(module, name)
 
-    with patched(nn.Module, "__getattribute__", note):
+    with replaced([(nn.Module, "__getattribute__", note)]):
         yield noted
 
 

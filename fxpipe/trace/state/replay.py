@@ -21,7 +21,7 @@ from fxpipe.like import cast_batch
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.stage.modes import within
 from fxpipe.torch_compat import CHECKPOINT_GENERATOR, TorchDispatchMode, pytree, tensors_in
-from fxpipe.trace.patching import checkpoints_as, noting, patched
+from fxpipe.trace.patching import checkpoints_as, noting, replaced
 from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]
@@ -146,7 +146,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(patched(checkpointing.CheckpointFunction, "apply", _run_reentrant))
+        stack.enter_context(replaced([(checkpointing.CheckpointFunction, "apply", _run_reentrant)]))
         # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:

@@ -26,7 +26,7 @@ from fxpipe.stage.modes import Modes, ambient_autocast, within
 from fxpipe.torch_compat import TorchDispatchMode, import_dynamo, pytree, schema_of, tensors_in, version_of
 from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
-from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, Patch, backward_hooks, refuse, refuse_backward
+from fxpipe.trace.patching import BACKWARD, DRAWN, UNREGISTERED, Replacement, backward_hooks, refuse, refuse_backward
 from fxpipe.trace.request import Request
 from fxpipe.trace.state.attributes import CaptureGuard
 from fxpipe.trace.state.snapshot import storage_of
@@ -304,7 +304,7 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
         )
 
 
-def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
+def _recorded_factories(tracer: fx.Tracer) -> list[Replacement]:
     """Patches that record ``torch.zeros(x.shape[0], 3)``: torch's parser accepts no proxy among separate sizes."""
 
     def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,7 +327,7 @@ class _SymbolicGuard(CaptureGuard):
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
 
     @contextlib.contextmanager
-    def tracing(self, factories: list[Patch]) -> Iterator[None]:
+    def tracing(self, factories: list[Replacement]) -> Iterator[None]:
         """While this context is open, code that a symbolic capture would record wrong raises TraceError."""
         grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
         import_dynamo()  # which the first operation under any dispatch mode would do, behind the patches
