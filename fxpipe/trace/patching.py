@@ -1,4 +1,19 @@
-"""Patching: replaces functions of torch during a capture, and refuses code that the capture would record wrong."""
+"""Patching: replaces functions and attributes while a model is traced, and refuses code that a capture would record
+wrong.
+
+Takes: rows (owner, name, value in its place) from the tracers. Gives: contexts in which the values are in place, and
+the ``TraceError`` with the fact, the remedy, and the user's line.
+
+The file has four parts:
+
+1. Refusals: ``refuse`` makes the error, and ``refusing`` makes a function that raises it when user code calls it.
+2. Questions: ``as_in_run`` answers code that asks whether it is traced.
+3. Calls: ``handled`` gives each call of a module's method to a handler.
+4. ``replaced``, the one context manager by which every replacement of the other parts, and of the tracers, is made and
+   undone. examples/tracing_replaces.md lists all of them with their reasons.
+
+Replacements are for the whole process. The modes and the recorder of boundaries are of the thread that captures.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +64,7 @@ ASIDE: ContextVar[bool] = ContextVar("ASIDE", default=False)
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """While this context is open, ``ASIDE`` is true."""
+    """While this context is open, ``ASIDE`` is true: attributes that code reads do not count as read by the capture."""
     token = ASIDE.set(True)
     try:
         yield
@@ -58,13 +73,14 @@ def aside() -> Iterator[None]:
 
 
 def refuse(fact: str, instead: str) -> TraceError:
-    """The TraceError with the fact, the remedy and the user's current line."""
+    """The TraceError with the fact, the remedy and the user's current line. The caller raises it, so that the line is
+    found before the stack is unwound."""
     line = current_line()
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
 
 
 def refusing(fact: str, instead: str) -> Callable[..., Any]:
-    """A function that raises a TraceError when called."""
+    """A function that raises ``refuse(fact, instead)`` at each call, to put in place of a function of torch."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise refuse(fact, instead)
@@ -101,8 +117,12 @@ def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable
 
 
 def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
-    non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
+    """Replaces two internal functions of activation checkpointing, as torch has no other hook.
+
+    ``generator``: replaces the generator of non-reentrant checkpoints, which torch runs up to its ``yield`` before the
+    function, and to its end after it. ``apply``: replaces ``apply`` of the autograd function of reentrant checkpoints,
+    with arguments (function, preserve_rng_state, *inputs).
+    """
     non_reentrant = torch.utils.checkpoint, CHECKPOINT_GENERATOR, generator
     return replaced([non_reentrant, (torch.utils.checkpoint.CheckpointFunction, "apply", apply)])
 
@@ -122,9 +142,17 @@ def plain_modes(grad: bool) -> Iterator[None]:
 
 
 def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
-    """A tracer that tells code that asks whether it is traced that it runs. If a line is refused, the line's file is
-    told the truth; if that does not help, all files are. In a run transformers' models leave out a mask that hides
-    nothing, so that attention takes less time and memory."""
+    """A tracer that tells code that asks whether it is traced that it runs.
+
+    In a run transformers' models leave out a mask that hides nothing, so that attention takes less time and memory.
+
+    1. The tracer captures, and every question of users' code gets the answer of a run.
+    2. If it refuses a line, and some code has asked, it captures again. The file of that line, with all that it calls,
+       now gets the true answer.
+    3. If the same file is refused again, or no line is known, all files get the true answer.
+
+    The loop ends: each turn adds a file, or all files, and it raises the error if nobody asked.
+    """
 
     def captured(given: Given) -> Made:
         traced: tuple[str, ...] = ()
@@ -143,8 +171,11 @@ def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
 
 
 def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[None]:
-    """While this context is open, ``torch.compiler`` and the class of fake tensors tell users' code that it runs. Adds
-    each such question to ``asked``. Files with these beginnings, with all that they call, get the true answer."""
+    """While this context is open, ``torch.compiler`` and the class of fake tensors tell users' code that it runs.
+
+    Adds each such question to ``asked``. Files whose path begins with an entry of ``traced``, with all that they call,
+    get the true answer; so do torch and fxpipe, and functions named ``warn…``.
+    """
 
     def answer(name: str, true: Any, in_run: Any) -> Any:
         frame = sys._getframe(1)
@@ -175,7 +206,16 @@ Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
 
 
 def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> AbstractContextManager[None]:
-    """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes."""
+    """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes.
+
+    A class is patched, and not the module: Python looks up ``__call__`` on the class, and torch.export calls a stand-in
+    that shares the module's ``__dict__`` and derives from its class. Other modules of the class call the unpatched
+    method. Contexts nest: the inner context's handler gets the call first, and its ``inner`` is the outer context's.
+
+    Args:
+        methods: (module, name of a method or of a property whose value is a function).
+        handle: see ``Handler``. It decides whether, and with which arguments, the unpatched method runs.
+    """
     owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
 
     def patch(owner: type, method: str) -> Any:
@@ -208,7 +248,27 @@ _MISSING: Any = object()
 
 @contextlib.contextmanager
 def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
-    """DOC"""
+    """While this context is open, each row's value is in place of the attribute, or of the entry of a dict.
+
+    The rows are put in place in their order, and are undone in reverse, also after an exception; an attribute that the
+    owner had only inherited is deleted again. A tracer replaces nothing in any other way:
+
+    - All tracers: ``__setattr__`` and ``__getattribute__`` of nn.Module, ``Function.apply``, the generator of
+      checkpoints, ``__call__`` and opaque methods of the model's classes, ``__getattribute__`` of classes with
+      attributes that regions set.
+    - ``symbolic`` refuses inference mode, autocast and reentrant checkpoints, and records ``zeros``, ``ones``,
+      ``empty``, ``rand``, ``randn``.
+    - ``export`` refuses inference mode, reentrant checkpoints, ``autograd.grad``, ``backward``, hooks on tensors,
+      ``fork_rng``, and parameters from outside of the model.
+    - ``export`` also sees ``register_buffer``, ``Tensor.data``, numbers and truth values of symbols, ``len`` in users'
+      modules, and decisions on sizes. It leaves out two passes for modes.
+    - ``record`` refuses ``backward``, records autocast and ``vmap``, and leaves out checks of values.
+    - ``export`` and ``record`` replace parameters and buffers, silence two loggers, and answer ``is_compiling``,
+      ``is_exporting`` and ``torch._subclasses``.
+
+    Args:
+        rows: read one by one, each after the row before is in place. A dict may lack the key, before and afterwards.
+    """
     # A stack undoes all of them, the last first, whatever one of them raises.
     with contextlib.ExitStack() as undo:
         for owner, name, value in rows:
@@ -220,6 +280,7 @@ def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute or an entry, or removes it for ``_MISSING``."""
     if isinstance(owner, dict) and value is _MISSING:
         owner.pop(name, None)
     elif isinstance(owner, dict):

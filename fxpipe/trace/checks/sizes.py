@@ -1,4 +1,15 @@
-"""Sizes: finds the sizes in which micro-batches of one kind differ, and the captures that are valid for a shape."""
+"""Sizes: finds the sizes in which micro-batches of one kind differ, and the captures that are valid for a shape.
+
+Takes: descriptions of micro-batches, which have shapes and no numbers. Gives: which dimensions were seen to vary
+(``varying``), maps from old to new sizes (``sizes_between``), and ``Family``, the memory of one kind of micro-batch.
+
+1. Micro-batches with an equal ``outline`` are a family: they differ in sizes alone.
+2. The first shape of a family is captured with its sizes as numbers.
+3. The second shape shows which dimensions vary. These stay symbolic in its capture, and in all later captures.
+4. A later shape first looks for a capture of the family whose guard is true for it (``holding``).
+
+A dimension of size 1 never counts as varying: it may be broadcast, which is another program.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +90,10 @@ def unlike(then: Description, now: Description) -> tuple[int, int]:
 
 
 def outline(description: Description) -> Hashable:
-    """A key that is equal for micro-batches that differ only in sizes."""
+    """A key that is equal for micro-batches that differ only in sizes.
+
+    It has the numbers of dimensions, dtypes, devices and ``requires_grad`` of tensors, and the values of other leaves.
+    """
 
     # The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
     def without_sizes(leaf: object) -> object:
@@ -142,7 +156,8 @@ FAMILIES = 256
 
 @dataclass(frozen=True)
 class Family:
-    """Micro-batches that differ only in sizes: the dimensions seen to vary, and the captures with symbolic sizes."""
+    """Micro-batches that differ only in sizes: the dimensions seen to vary, and the captures with symbolic sizes. A
+    value: ``noting`` returns a new one."""
 
     latest: Description | None = None
     """The shape captured last."""
@@ -166,6 +181,7 @@ class Family:
         return varying(shape, self.latest) | (self.varying & large)
 
     def noting(self, shape: Description, pattern: Pattern, guard: SizeGuard | None) -> Family:
+        """The family after a capture of this shape. ``guard``: the capture's, or None if it has no symbolic sizes."""
         return Family(
             shape,
             self.varying | varying(shape, self.latest),

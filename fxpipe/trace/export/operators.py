@@ -1,7 +1,14 @@
-"""A stage boundary and an opaque region as operators of torch, which torch.export can record.
+"""A stage boundary and an opaque region as operators of torch, which torch.export can record; and the conditions on
+sizes that an export leaves behind.
 
 The export takes the results of regions as inputs, ``stand_ins``, with symbolic sizes: so the guards of the export
 include the conditions on these sizes that the code after a region assumes.
+
+1. ``marked`` and ``whole`` are custom operators that copy tensors. They exist for the export only: ``Conversion``
+   replaces their nodes, and nothing runs them.
+2. ``clauses_of`` splits a guard of torch, such as ``L['t0'].size()[0] == 8 and L['t1'].size()[1] > 2``, into clauses.
+3. ``guards_of`` gives each clause to the last region call whose result it compares.
+4. In a step, ``SizeClauses.check`` evaluates the clauses on the sizes that the region returned.
 """
 
 from __future__ import annotations
@@ -91,6 +98,8 @@ class SizeClauses(NamedTuple):
 
 
 class _OfSize(NamedTuple):
+    """Answers ``.size()`` in a clause."""
+
     sizes: Any
 
     def size(self) -> Any:
@@ -110,6 +119,7 @@ def clauses_of(expression: str) -> list[str]:
 
 
 def sizes_in(clause: str) -> set[Size]:
+    """The sizes that a clause compares."""
     return {(int(index), int(dim)) for index, dim in _SIZE.findall(clause)}
 
 
