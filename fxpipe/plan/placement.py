@@ -1,4 +1,17 @@
-"""Placement: assigns stages to pipe ranks."""
+"""Placement: assigns stages to pipe ranks, and refuses placements under which ranks would come to hold different
+values.
+
+Takes: a ``StageGraph`` and what the user wants. Gives: a ``Placement``, a rank or several ranks for each stage.
+
+1. Without wishes, the stages are cut into contiguous groups, in topological order, one for each rank. The largest
+   number of parameters of a group is as small as possible.
+2. Otherwise each stage has the rank that the user names; "all" and several ranks mean that these take its micro-batches
+   in turn.
+3. ``check_replicated``, ``check_replicas`` and ``check_hooks`` refuse code that writes different values on the copies
+   of a tensor.
+
+It simulates nothing: ``fxpipe.search`` finds placements by their step time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +38,13 @@ Place = int | Sequence[int]
 def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
-    PartitionError if there are more ranks than stages, a name is unknown, or a rank would have no stage.
+    Args:
+        graph: the stages, in topological order.
+        ranks: the number of pipe ranks.
+        wanted: stage's name → its rank, its ranks, or "all"; None for the balanced placement.
+
+    Raises:
+        PartitionError: there are more ranks than stages, a name is unknown, a stage is missing, or a rank has no stage.
     """
     if len(graph) < ranks and wanted is None:
         none = "" if len(graph) > 1 or graph[0].gathered else "no stage_boundary was reached; "
@@ -105,7 +124,11 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """The rank of each stage in contiguous, non-empty groups that minimize the greatest cost of a group."""
+    """The rank of each stage in contiguous, non-empty groups that minimize the greatest cost of a group.
+
+    By dynamic programming over the ends of groups (``search.segments.partition``). There are at least as many costs as
+    ranks.
+    """
     cost = between([0, *accumulate(costs)])
     ends = partition(lambda behind: cost, ranks)
     assert ends is not None  # the caller ensures as many stages as ranks

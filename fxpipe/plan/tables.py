@@ -1,6 +1,17 @@
 """Tables: chooses the table of a plan: the user's own, a table that a family makes, or the table of an earlier plan.
 
-With ``recompute=``, also decides which stages run their forward again, by the bytes that this saves.
+Takes: the plans so far with their options, a placed ``StageGraph`` and a ``Pattern``. Gives: a ``Schedule``, not yet
+proven.
+
+1. If the first plan's table fits the graph, training keeps it: replicas with different batches then reduce in the same
+   order.
+2. Else, if the user gave a table, it is checked against the graph, and used for training.
+3. Else the family that the options name makes a table, at the best known costs: given, of the first plan, of the
+   search, or by shapes.
+4. With ``recompute=``, the table is made with the stages marked that run their forward again. "auto" marks as few as
+   fit into memory (``_fewest``).
+
+Evaluation has a table of its own, without backwards.
 """
 
 from __future__ import annotations
@@ -35,17 +46,27 @@ Make = Callable[[Marked], Schedule]
 
 
 def choose_table(planned: Planned, graph: StageGraph, pattern: Pattern) -> Schedule:
-    """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
+    """Returns the table of a placed graph, not yet proven.
+
+    Raises:
+        ScheduleError: the user's table does not fit the graph, or the family has no table for it.
+        PartitionError: ``recompute`` names a stage that does not exist, or a group does not divide the micro-batches.
+        DoesNotFit: with ``recompute="auto"``, a rank exceeds its memory even if all that helps is recomputed.
+    """
     options, first = planned.options, planned.first if planned.plans else None
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
+    # 1. the table of the first plan
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
+    # 2. the user's table
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options, graph, pattern.microbatches, tied)
+    # 3. a family's table
     make = partial(_made, _family(planned, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((False,) * len(graph))
+    # 4. recomputation
     recomputed = planned.again if first is None else first.graph.recomputed
     if recomputed is not None:
         return make(tuple(stage.has_backward and stage.name in recomputed for stage in graph))
@@ -176,6 +197,8 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
 
     Each round marks the stage with which the table fits in the least time. If no stage makes it fit, the round marks
     the stage that removes most excess bytes per second. At the end, stages that later marks made needless are unmarked.
+
+    A greedy choice: it need not be the optimum. For s stages it makes at most about s²/2 tables.
     """
 
     @cache
@@ -216,8 +239,10 @@ def _fewest(graph: StageGraph, make: Make, work: Staged, memory: float) -> Marke
 
 
 def _with(flags: Marked, stage: int, value: bool) -> Marked:
+    """The flags with one changed."""
     return (*flags[:stage], value, *flags[stage + 1 :])
 
 
 def _mib(size: float) -> str:
+    """Bytes in MiB, for a message."""
     return f"{size / 2**20:,.{1 if size >= 10 * 2**20 else 3}f}"
