@@ -296,8 +296,8 @@ class Agreement:
         """
         replica_rows: tuple[Rows, ...] | None = None
         while True:
-            # 2. and 3. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of numbers
-            # needs a full exchange, and a set of equal numbers needs none.
+            # 2. and 3. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of
+            # numbers needs a full exchange, and a set of equal numbers needs none.
             key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0

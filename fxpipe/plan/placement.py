@@ -7,8 +7,8 @@ Takes: a ``StageGraph`` and what the user wants. Gives: a ``Placement``, a rank 
    number of parameters of a group is as small as possible.
 2. Otherwise each stage has the rank that the user names; "all" and several ranks mean that these take its micro-batches
    in turn.
-3. ``check_replicated``, ``check_replicas`` and ``check_hooks`` refuse code that writes different values on the copies
-   of a tensor.
+3. ``check_replicated`` and ``check_replicas`` refuse code that writes different values on the copies of a tensor.
+   ``check_hooks`` refuses hooks that would see a part of a gradient.
 
 It simulates nothing: ``fxpipe.search`` finds placements by their step time.
 """

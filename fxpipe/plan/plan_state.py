@@ -311,7 +311,7 @@ class PlanState(Planned):
     def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> PlanState:
         """The same plans, whose stages hold the module's present tensors and release the tensors that it dropped.
 
-        ``adopt``: makes the stages, and those of later plans, run the modules that ``parallelize`` returned.
+        ``adopt``: makes these stages, and the stages of later plans, run the modules that ``parallelize`` returned.
         """
         state = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
 

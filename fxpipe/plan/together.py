@@ -138,9 +138,12 @@ def check_refusals(transport: Transport, everyone: Sequence[object]) -> None:
 def shared_rows(plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool) -> tuple[int, ...] | None:
     """The digests of the rows of a call if they contain data-axis collectives, so that all replicas must run the same.
 
-    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas or, as
-    ``shards_parameters`` says, the parameters of stages; or their stages may meet those of other expert and context
-    ranks, as ``meets`` says.
+    None if no row has such a collective. Rows have collectives in these cases:
+
+    - ``zero=2`` sums gradients after each micro-batch, and ``zero=3`` after each stage.
+    - A stage gathers the rows of all replicas.
+    - ``shards_parameters``: the parameters of stages are gathered.
+    - ``meets``: stages may meet the stages of other expert and context ranks.
     """
     gathers, sums = plan.graph.sees_replicas, zero > 1 and training
     if not (gathers or sums or shards_parameters or meets):
