@@ -1,4 +1,19 @@
-"""Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other."""
+"""Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other.
+
+Takes: the arguments of a call. Gives: ``Description``, (name, ``InputDescription``) for each input, which compares
+equal for inputs that one capture is valid for.
+
+1. ``bind`` gives each argument its name.
+2. ``described`` sorts an input into one of three kinds. "none" is None. "fixed" is a value on which code may branch,
+   such as a bool or a string. "input" is anything else.
+3. In an "input", a tensor becomes a ``TensorLike`` (shape, strides, dtype, device). A number becomes its type, or, if
+   ``exact``, its value, too. An object becomes an ``ObjectValue`` or ``ObjectLike``.
+4. ``merge`` joins the descriptions of a pipe group's ranks: a rank may pass None for an input that it does not read.
+
+For example, ``{"x": zeros(8, 3), "flag": True, "extra": None}`` has the kinds input, fixed and none.
+
+It reads no number of a tensor, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +55,7 @@ class InputDescription:
 
     @property
     def tensors(self) -> list[TensorLike]:
+        """The descriptions of the tensors in an "input", in order; empty for other kinds."""
         leaves = self.detail[1] if self.kind == "input" else ()
         return [leaf for leaf in leaves if isinstance(leaf, TensorLike)]
 
@@ -61,6 +77,7 @@ class InputDescription:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of these tensors."""
         return [tensor.shape for tensor in self.tensors]
 
 
@@ -142,6 +159,7 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
 
 
 def _like(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
+    """The stand-in of a leaf; itself for a plain value. Adds objects to ``objects``, by their stand-ins."""
     if isinstance(leaf, Tensor):
         return TensorLike.of(leaf)
     # NumPy numbers are described as Python numbers

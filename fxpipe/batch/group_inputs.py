@@ -1,4 +1,18 @@
-"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients."""
+"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients.
+
+Takes: the parts that micro-batches sent to such a stage. Gives: one value of the group for the stage's forward, with a
+``Joined`` that says how it was made; and in backward the gradient of each part.
+
+1. The row dimension of each leaf is found: from the captured places, or by its size in all parts.
+2. The parts are concatenated along it. A leaf without rows must be equal in all parts.
+3. For ``gather="global"`` an all-gather adds the rows of the other replicas, padded to the longest.
+4. In backward, the gradient is split again. For "global", a reduce-scatter first sums it over the replicas.
+
+For example, parts of 2 and 3 rows on two replicas with 5 and 4 rows give a value of 9 rows; each replica gets back the
+gradient of its own rows.
+
+All replicas check before any of them starts a collective.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +143,12 @@ class GroupInputs:
         return pytree.tree_unflatten(leaves, spec), Joined(dims, likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
-        """The gradient of each part. If the value has all replicas' rows, a collective call sums their gradients."""
+        """The gradient of each part; None for a part without one.
+
+        If the value has all replicas' rows, a collective call sums their gradients: then each replica calls this, also
+        without a gradient of its own. Summing and concatenating are each other's adjoints, so a replica's part is the
+        gradient of the sum of all replicas' losses.
+        """
         leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
         columns = []
@@ -185,6 +204,7 @@ class GroupInputs:
             )
 
     def _of_everyone(self, tensor: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
+        """The tensor with the rows of all replicas, in their order. A collective call of the replicas."""
         padded = _padded(tensor.detach(), dim, max(everyone))
         mine = padded.flatten().view(torch.uint8)
         output = mine.new_empty(len(everyone) * mine.numel())
@@ -207,6 +227,7 @@ class GroupInputs:
         return total[:own].movedim(0, dim)
 
     def _perform(self, operation: str, output: Tensor, source: Tensor) -> None:
+        """Runs a collective over the replicas, and waits for it."""
         self._transport.start([Collective(operation, SCOPE, output, source)], "what a stage gathers").wait()
 
 

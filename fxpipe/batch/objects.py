@@ -1,4 +1,15 @@
-"""Objects among the inputs: objects that hold tensors are data, and other objects are values, as strings are."""
+"""Objects among the inputs: objects that hold tensors are data, and other objects are values, as strings are.
+
+Takes: an input's leaf that is neither a tensor nor a plain value. Gives: an ``ObjectValue``, a text that is equal for
+equal objects on all ranks; or an ``ObjectLike``, for an object whose parts cannot all be compared.
+
+1. The object is walked: its attributes, its entries, what a function closes over, and their parts.
+2. If every part has a text (numbers, enums, classes, functions by a hash of their code), the text of the whole is its
+   value. Long texts are hashed.
+3. Otherwise it is an ``ObjectLike``: data if it holds tensors, modules or arrays, and unknown if not.
+
+A capture is valid for one value. Data is passed to the stages that use it, and forward may not branch on it.
+"""
 
 from __future__ import annotations
 

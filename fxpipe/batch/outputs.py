@@ -1,4 +1,18 @@
-"""Outputs: joins the outputs of micro-batches to the whole batch's output, and sums their numbers over replicas."""
+"""Outputs: joins the outputs of micro-batches to the whole batch's output, and sums their numbers over replicas.
+
+Takes: the output of each micro-batch, on the ranks that make it. Gives: one output, on all ranks of the pipe group.
+
+1. ``OutputRows.join`` joins outputs of the same structure, leaf by leaf. Tensors with rows are concatenated, counts
+   (integers) are added, other numbers are averaged by weight.
+2. A tensor whose rows are in no known dimension stays a list, with a tensor for each micro-batch; a line on stderr says
+   so.
+3. ``over_replicas`` sums the numbers over replicas, in one all-reduce.
+4. ``from_rank`` sends the output to the other ranks of the pipe group.
+
+For example, logits of shapes [2, 5] and [1, 5], and losses 1.0 and 4.0 with weights ⅔ and ⅓, become [3, 5] and 2.0.
+
+Rows stay on their replica: a replica's output has the rows of its own batch.
+"""
 
 from __future__ import annotations
 
@@ -125,6 +139,7 @@ class OutputRows:
         return pytree.tree_unflatten(joined, spec)
 
     def _join_leaf(self, column: Sequence[Any], shares: Sequence[float], where: Where) -> Any:
+        """One leaf of the whole batch's output, from this leaf of each micro-batch: see ``join``."""
         first = column[0]
         if isinstance(first, Sum):
             return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
@@ -181,10 +196,12 @@ def without_entries(output: Any) -> Any:
 
 
 def _called(where: Where) -> str:
+    """An output's name in messages."""
     return f"output {'.'.join(map(str, where))!r}" if where else "an output"
 
 
 def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in an entry of a list."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(entry))
 
 

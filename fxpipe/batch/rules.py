@@ -1,4 +1,17 @@
-"""Rules: count the rows of an input, split the input into micro-batches, and join them again, by ``batch_dim``."""
+"""Rules: count the rows of an input, split the input into micro-batches, and join them again, by ``batch_dim``.
+
+Takes: an input's entry in ``batch_dim`` and its value. Gives: a rule, an object with five methods: ``check``,
+``length``, ``rows``, ``split`` and ``join``.
+
+| ``batch_dim`` has | rule | an input of | |---|---|---| | None | ``NotSplit`` | one value for all micro-batches | | a
+dimension (0 by default) | ``InRows`` | tensors with the batch's rows in this dimension | | ``Packed`` |
+``InPackedRows`` | tensors with a counted number of rows for each row of the batch | | ``Packed``, and the input is a
+list | ``InEntries`` | a counted number of entries for each row of the batch | | ``Offsets`` | ``ByOffsets`` | the n + 1
+offsets of n sequences | | a dict | ``InDict`` | a dict with a rule for each of its values |
+
+The methods work on tensors and on their descriptions alike, so that ranks can split a description. ``join`` undoes
+``split``. A rule knows one input; ``rows`` compares several.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +128,7 @@ class InRows(NotSplit):
         return pytree.tree_map(self._join_leaves, *parts)
 
     def _join_leaves(self, *leaves: Any) -> Any:
+        """The concatenation of a leaf's parts; the first part for a leaf without rows."""
         first = leaves[0]
         if isinstance(first, TensorLike) and first.shape:
             return first.resized(self.dim, sum(leaf.shape[self.dim] for leaf in leaves))
@@ -228,6 +242,7 @@ def rule_of(batch_dim: BatchDim, name: str, value: Any) -> NotSplit:
 
 
 def _rule_of(path: str, rule: Rule, value: Any) -> NotSplit:
+    """The rule at a path, for its entry in ``batch_dim``: see the table of the module."""
     if value is None or rule is None:
         return NotSplit(path)
     if isinstance(rule, Mapping):
