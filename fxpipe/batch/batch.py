@@ -65,7 +65,9 @@ class Batch:
         Raises:
             RunError: inputs contradict each other, or the batch has too few rows.
         """
+        # 1.
         rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(descriptions, counts, strict=True)]
+        # 2.
         if microbatches is None:
             sizes = tuple(1 if count is None else count for count in rows)
         else:
@@ -87,7 +89,7 @@ class Batch:
             elif isinstance(rule.counts, int):
                 sizes[path] = tuple(rule.counts * size for size in own)
             elif path in self.counts:
-                # A micro-batch takes the counts of its own rows, which are consecutive.
+                # 3. A micro-batch takes the counts of its own rows, which are consecutive.
                 ends = zip(accumulate(own), own, strict=True)
                 sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
         return sizes
@@ -100,6 +102,7 @@ class Batch:
         """
         if not self.is_whole:
             return [dict(part) for part in inputs]
+        # 4.
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in inputs[0].items()}
         columns = {name: rule.split(inputs[0][name], self.part_sizes) for name, rule in rules.items()}
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]

@@ -1,7 +1,7 @@
 """Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other.
 
 Takes: the arguments of a call. Gives: ``Description``, (name, ``InputDescription``) for each input, which compares
-equal for inputs that one capture is valid for.
+equal for inputs of one kind.
 
 1. ``bind`` gives each argument its name.
 2. ``described`` sorts an input into one of three kinds. "none" is None. "fixed" is a value on which code may branch,
@@ -89,6 +89,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
     Also TypeError for inputs that ``*args`` takes, since these inputs have no names.
     """
+    # 1.
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
@@ -138,11 +139,12 @@ def describe(
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
     """The description of an input, whose tensors may already be ``TensorLike``."""
+    # 2.
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:
         return InputDescription("fixed", value)
-    # ``detail`` has all facts on which a capture may depend, and is compared; ``like`` is split as the input is.
+    # 3. ``detail`` has all facts on which a capture may depend, and is compared; ``like`` is split as the input is.
     leaves, spec = pytree.tree_flatten(value)
     likes = [_like(leaf, objects) for leaf in leaves]
     if spec.is_leaf() and isinstance(likes[0], ObjectValue):
@@ -224,7 +226,7 @@ def check_objects(description: Description) -> None:
 
 def merge(descriptions: Sequence[Description]) -> Description:
     """The merged description of the inputs of a pipe group's ranks. RunError if the inputs of two ranks differ."""
-    # A rank may pass None for an input that its stages do not read.
+    # 4. A rank may pass None for an input that its stages do not read.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, entry in description:

@@ -4,7 +4,8 @@ Takes: the parts that micro-batches sent to such a stage. Gives: one value of th
 ``Joined`` that says how it was made; and in backward the gradient of each part.
 
 1. The row dimension of each leaf is found: from the captured places, or by its size in all parts.
-2. The parts are concatenated along it. A leaf without rows must be equal in all parts.
+2. The parts are concatenated along it. An input without rows must be equal in all parts; a stage's value without rows
+   is refused.
 3. For ``gather="global"`` an all-gather adds the rows of the other replicas, padded to the longest.
 4. In backward, the gradient is split again. For "global", a reduce-scatter first sums it over the replicas.
 
@@ -127,14 +128,14 @@ class GroupInputs:
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            dim = dim_of(number, column)
-            leaf = _in_a_row(text, column, dim)
+            dim = dim_of(number, column)  # 1.
+            leaf = _in_a_row(text, column, dim)  # 2.
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
             dims.append(dim)
             # An expanded zero has the leaf's shape, type and device, and takes no memory.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
-        # All replicas check before any replica starts a collective that the others would not join.
+        # 3. All replicas check before any replica starts a collective that the others would not join.
         if everyone:
             self._check_alike(text, leaves, dims)
             pairs = zip(leaves, dims, strict=True)
@@ -146,11 +147,12 @@ class GroupInputs:
         """The gradient of each part; None for a part without one.
 
         If the value has all replicas' rows, a collective call sums their gradients: then each replica calls this, also
-        without a gradient of its own. Summing and concatenating are each other's adjoints, so a replica's part is the
+        without a gradient of its own. The adjoint of an all-gather is a reduce-scatter: a replica's part is the
         gradient of the sum of all replicas' losses.
         """
         leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
+        # 4.
         columns = []
         for leaf, like, dim in zip(leaves, joined.likes, joined.dims, strict=True):
             if like is None or dim is None:

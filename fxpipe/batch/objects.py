@@ -8,7 +8,7 @@ equal objects on all ranks; or an ``ObjectLike``, for an object whose parts cann
    value. Long texts are hashed.
 3. Otherwise it is an ``ObjectLike``: data if it holds tensors, modules or arrays, and unknown if not.
 
-A capture is valid for one value. Data is passed to the stages that use it, and forward may not branch on it.
+A capture is valid for one value of an object. Data is an input of stages, as tensors are.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ _LONG = 200
 
 def like_of(value: Any) -> ObjectValue | ObjectLike:
     """The stand-in of an object that is no tensor and no plain value."""
+    # 1. and 2.
     try:
         if any(part.parts and not part.is_entered for part in walk(value)):  # more parts than ``walk`` reads
             raise _Unknown
         text = _text_of(value, ())
     except (_Unknown, ValueError):  # ValueError: a closure's variable without a value
+        # 3.
         parts = (part.value for part in walk(value, open_reading_of))
         is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
         attributes = getattr(value, "__dict__", {})

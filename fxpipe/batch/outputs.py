@@ -121,6 +121,7 @@ class OutputRows:
         Lists with an entry for each row are joined to a single list, in ``Entries``. Tensors whose rows are neither in
         dimension 0 nor in the inputs' dimensions become a list of tensors. RunError if two dimensions may be meant.
         """
+        # 1.
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
@@ -158,7 +159,7 @@ class OutputRows:
         if len(column) == 1:
             return first
         along = self._rows_along(column, where)
-        if along is None:
+        if along is None:  # 2.
             return Entries(list(column))
         if len({beside(part, along) for part in column}) > 1:
             raise RunError(
@@ -219,11 +220,10 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool, agreed: st
     """A replica's output with the whole batch's numbers, and the form of these numbers. A collective call of the
     replicas that have an output. ``agreed``: the form, if the replicas have agreed on it.
 
-    A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean, already
-    weighted by its share of the whole batch, so the parts add up; so do counts (integers), and the total and count of a
-    ``Sum``. ``is_of_all``: whether each replica's output is of all rows, so that counts and sums are already the whole
-    batch's.
-    RunError on all replicas if their outputs have different numbers.
+    A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean. It is already
+    weighted by its share of the whole batch, so the parts add up. Counts (integers) add up, too, and so do the total
+    and count of a ``Sum``. ``is_of_all``: whether each replica's output is of all rows, so that counts and sums are
+    already the whole batch's. RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:
         return output, ""
@@ -248,7 +248,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool, agreed: st
         )
     if not numbers:
         return output, form
-    # A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
+    # 3. A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
     tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
     message = torch.view_as_real(torch.stack(tensors))
     transport.all_reduce("data", message)
@@ -276,6 +276,7 @@ def _of_type(number: Any, total: Tensor) -> Any:
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
     """Returns a rank's ``output`` on all ranks of its pipe group, with tensors on ``device``. A collective call."""
+    # 4.
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:

@@ -9,8 +9,8 @@ dimension (0 by default) | ``InRows`` | tensors with the batch's rows in this di
 list | ``InEntries`` | a counted number of entries for each row of the batch | | ``Offsets`` | ``ByOffsets`` | the n + 1
 offsets of n sequences | | a dict | ``InDict`` | a dict with a rule for each of its values |
 
-The methods work on tensors and on their descriptions alike, so that ranks can split a description. ``join`` undoes
-``split``. A rule knows one input; ``rows`` compares several.
+``split`` and ``join`` work on tensors and on their descriptions alike, so that ranks can split a description. ``join``
+undoes ``split``. A rule knows one input; ``rows`` compares several.
 """
 
 from __future__ import annotations

@@ -53,8 +53,10 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
             f"({', '.join(graph.names)}); {none}"
             f"mark {ranks - len(graph)} more with fxpipe.stage_boundary or boundaries=, or use fewer ranks"
         )
+    # 1.
     if wanted is None:
         return _balanced([1 + sum(p.numel() for p in stage.parameters.values()) for stage in graph], ranks)
+    # 2.
     for name in wanted:
         if name not in graph.names:
             raise PartitionError(f"placement names stage {name!r}, which does not exist{nearest(name, graph.names)}")
@@ -72,6 +74,7 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
 
 def check_replicated(graph: StageGraph) -> None:
     """PartitionError for a stage on several ranks whose copies would come to differ."""
+    # 3.
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"

@@ -127,7 +127,7 @@ def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, 
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
 
-    function = torch.compile(original, backend=backend)
+    function = torch.compile(original, backend=backend)  # 1.
 
     def run(deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
         before, _here.deferred = _here.deferred, deferred
@@ -176,6 +176,7 @@ class _CutGraph:
 
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
+            # 2. and 3.
             halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
             waits = {index: name for index, name in enumerate(halves.gradients) if index in waiting and name}
             return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))
@@ -184,10 +185,10 @@ class _CutGraph:
             call, _here.call = _here.call, None  # before any code that may fail
             call = call if call is not None and call.graph is self else None
             parts = cut(frozenset(self._leaves if call is None else call.parameters))
-            # 1. I makes the inputs' gradients, and the values that W takes.
+            # 4. I makes the inputs' gradients, and the values that W takes.
             values = dict(zip(parts.halves.arguments, arguments, strict=True))
             values |= parts.of_input(values)
-            # 2. If this is a micro-batch's I, W runs later, otherwise at once.
+            # If this is a micro-batch's I, W runs later, otherwise at once.
             if call is None:
                 values |= parts.of_weights(values)
             else:

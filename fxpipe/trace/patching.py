@@ -72,6 +72,9 @@ def aside() -> Iterator[None]:
         ASIDE.reset(token)
 
 
+# --- 1. Refusals ---
+
+
 def refuse(fact: str, instead: str) -> TraceError:
     """The TraceError with the fact, the remedy and the user's current line. The caller raises it, so that the line is
     found before the stack is unwound."""
@@ -141,6 +144,9 @@ def plain_modes(grad: bool) -> Iterator[None]:
         yield
 
 
+# --- 2. Questions ---
+
+
 def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
     """A tracer that tells code that asks whether it is traced that it runs.
 
@@ -199,6 +205,8 @@ def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[N
     return replaced([*patches, (torch, "_subclasses", Home("_subclasses"))])
 
 
+# --- 3. Calls ---
+
 Key = tuple[int, str]
 """(the id of a module's ``__dict__``, which torch.export's stand-in for the module shares; the name of a method)"""
 Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
@@ -240,6 +248,8 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Abstra
     patches = {(owner, method): patch(owner, method) for (_, method), owner in owners.items()}
     return replaced((owner, method, call) for (owner, method), call in patches.items())
 
+
+# --- 4. The context manager ---
 
 Replacement = tuple[Any, str, Any]
 """(an object or a dict, the name of an attribute or the key, the value in its place)"""

@@ -95,7 +95,7 @@ def outline(description: Description) -> Hashable:
     It has the numbers of dimensions, dtypes, devices and ``requires_grad`` of tensors, and the values of other leaves.
     """
 
-    # The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
+    # 1. The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
     def without_sizes(leaf: object) -> object:
         if not isinstance(leaf, TensorLike):
             return leaf
@@ -170,12 +170,13 @@ class Family:
         """The pattern of the latest capture that is valid for this shape and these answers."""
         fitting = [entry for entry in reversed(self.general) if set(entry[0].answered) <= set(answers)]
         likes = [like for _, _, like in tensors_of(shape)]
-        # A guard of torch.export reads the sizes and strides of tensors; tensors on the meta device take no memory.
+        # 4. A guard of torch.export reads the sizes and strides of tensors; tensors on the meta device take no memory.
         tensors = [torch.empty_strided(like.shape, like.stride, device="meta") for like in likes]
         return next((pattern for pattern, guard in fitting if guard(tensors)), None)
 
     def free(self, shape: Description) -> frozenset[Place]:
         """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
+        # 3.
         sizes = ((name, index, enumerate(like.shape)) for name, index, like in tensors_of(shape))
         large = {(name, index, dim) for name, index, dims in sizes for dim, size in dims if size > 1}
         return varying(shape, self.latest) | (self.varying & large)

@@ -67,6 +67,7 @@ class SizeClauses(NamedTuple):
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError if a clause is false for these tensors and sizes."""
+        # 4.
         shown: dict[int, Any] = {}
         for (index, dim), size in zip(self.others, sizes, strict=True):
             shown.setdefault(index, {})[dim] = int(size)
@@ -113,6 +114,7 @@ _LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 def clauses_of(expression: str) -> list[str]:
     """The operands of a guard's top-level ``and``, or the guard itself."""
+    # 2.
     tree = ast.parse(expression, mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]
@@ -132,7 +134,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
     own = {index: number for number, (_, places) in enumerate(calls) for index in places}
     mine: list[list[str]] = [[] for _ in calls]
     for clause in clauses:
-        # only the last call knows all the sizes in the clause; a memory layout is no size
+        # 3. only the last call knows all the sizes in the clause; a memory layout is no size
         about = [own[index] for index, _ in sizes_in(clause) if index in own]
         if about and not _LAYOUT.search(clause):
             mine[max(about)].append(clause)

@@ -268,7 +268,7 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     return pytree.tree_map_only(Tensor, described, result)
 
 
-# --- in a step: a region may change a tensor that other code reads only if the observed run changed that tensor ---
+# --- 5. In a step: a region may change a tensor that other code reads only if the observed run changed that tensor ---
 
 
 def watch(program: Program, changed: Callable[[], str | None]) -> None:
