@@ -1,4 +1,16 @@
-"""Replay: runs a computation again from the same state, with the same random numbers, and compares the results."""
+"""Replay: runs a computation again from the same state, with the same random numbers, and compares the results.
+
+Takes: a computation, and a ``snapshot.State`` that the caller restores. Gives: contexts that make two runs comparable,
+and functions that compare two tensors.
+
+1. ``as_in_a_step``: the modes of a step; compiled code and reentrant checkpoints run plainly.
+2. ``same_draws``: each random operator starts from one seed, so that draws do not depend on the order of operators.
+3. ``own``: copies of the inputs, into which a run may write.
+4. ``is_close``, ``gap``, ``differences``: compare, in units in the last place of a tensor's largest number. None, the
+   gradient of an unused parameter, is equal to zeros.
+
+It restores no state itself.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +83,10 @@ def checkpoints_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
 @contextlib.contextmanager
 def same_draws(devices: Sequence[torch.device], own: Generators) -> Iterator[None]:
     """While this context is open, each random operator starts from one seed, and each module's call resets Python's,
-    NumPy's and the ``own`` generators. So random numbers do not depend on earlier draws: stages draw in another order
-    than the model.
+    NumPy's and the ``own`` generators.
+
+    So random numbers do not depend on earlier draws: stages draw in another order than the model. All draws of one
+    shape are then equal, which is right for a comparison only.
     """
     draws, start = _Draws(devices), RandomState(own=own)
 
@@ -99,6 +113,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = 0
 
     def count(self) -> None:
+        """RuntimeError after too many draws: a loop that draws until a condition holds would never end."""
         self._seen += 1
         if self._seen > MOST_DRAWS:
             raise RuntimeError(f"it draws random numbers, or calls modules, more than {MOST_DRAWS:,} times")
