@@ -91,7 +91,7 @@ def _around(timeline: Timeline) -> Iterator[Event]:
 
 
 def _reductions(timeline: Timeline) -> Iterator[Event]:
-    """Yields the reductions, on threads after those of the ranks: one for each lane, since slices of a thread may not
+    """Yields the reductions, on threads after the ranks' threads: one for each lane, since slices of a thread may not
     overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):
