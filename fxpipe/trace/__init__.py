@@ -77,8 +77,8 @@ def accepted(request: Request, tracer: TracerName, examine: Callable[[Program], 
         examine: may raise a TraceError, which counts as a refusal of this program. Any other error passes through.
 
     Raises:
-        TraceError: there is no tracer of that name; or the named tracer needs an example, or refuses the model. The
-            message ends with the rule for ``boundaries=`` that makes the refused part opaque.
+        TraceError: there is no tracer of that name; or the named tracer needs an example, or refuses the model. If the
+            refused part is known, the message ends with the rule for ``boundaries=`` that makes it opaque.
         Uncaptured: "auto" found no program.
     """
     if tracer not in TRACERS:

@@ -122,9 +122,10 @@ def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | N
                     stand_in = stand_ins[id(tensor)] = _stand_in(fake, tensor)
                     fake.names[id(stand_in)] = f"{prefix}.{name}".lstrip(".")
                 rows.append((table, name, stand_ins[id(tensor)]))
-    # 2. and 3.
+    # 2. and 3. Torch also logs no failures of operations on fake tensors, which the tracer handles.
+    rows += ((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
     try:
-        with replaced(rows), quiet():
+        with replaced(rows):
             yield fake
     finally:
         _empty_caches()
@@ -208,11 +209,6 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, kinds) or (
         isinstance(error, (RuntimeError, TypeError)) and any(words in str(error) for words in _WITHOUT_NUMBERS)
     )
-
-
-def quiet() -> contextlib.AbstractContextManager[None]:
-    """While this context is open, torch logs no failures of operations on fake tensors: the tracer handles failures."""
-    return replaced((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
 
 
 _WITHOUT_NUMBERS = (

@@ -261,7 +261,8 @@ def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
     """While this context is open, each row's value is in place of the attribute, or of the entry of a dict.
 
     The rows are put in place in their order, and are undone in reverse, also after an exception; an attribute that the
-    owner had only inherited is deleted again. A tracer replaces nothing in any other way:
+    owner had only inherited is deleted again. Tracers replace nothing in another way, except for ``sizes_like_any`` of
+    torch_compat:
 
     - All tracers: ``__setattr__`` and ``__getattribute__`` of nn.Module, ``Function.apply``, the generator of
       checkpoints, ``__call__`` and opaque methods of the model's classes, ``__getattribute__`` of classes with
