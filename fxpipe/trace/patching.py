@@ -76,8 +76,7 @@ def aside() -> Iterator[None]:
 
 
 def refuse(fact: str, instead: str) -> TraceError:
-    """The TraceError with the fact, the remedy and the user's current line. The caller raises it, so that the line is
-    found before the stack is unwound."""
+    """The TraceError with the fact, the remedy and the user's current line. The caller raises it."""
     line = current_line()
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
 
