@@ -145,6 +145,8 @@ class _Flow:
                 self._add_node(node, [self._resolve(operand) for operand in node.all_input_nodes])
 
     def _join_written(self, program: Program) -> None:
+        """Joins the nodes that share written memory, and the readers of written parameters, buffers and private
+        copies."""
         by_name = {node.name: node for node in program.nodes}
         for group in program.written:
             members = [by_name[name] for name in sorted(group)]

@@ -114,6 +114,8 @@ class InRows(NotSplit):
         return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(own))]
 
     def _split_leaf(self, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        """The parts of a leaf with these sizes. A number, and a tensor without dimensions, is a part of every
+        micro-batch."""
         if isinstance(leaf, TensorLike):
             return [leaf.of_size(self.dim, size) for size in sizes]
         if (block_rows := block_mask_rows(leaf) or 1) > 1:

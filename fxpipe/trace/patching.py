@@ -226,6 +226,7 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Abstra
     owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
 
     def patch(owner: type, method: str) -> Any:
+        """The replacement of a method, or a property whose value is a function, on its class."""
         own, plain = vars(owner).get(method), getattr(owner, method)
 
         def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -147,6 +147,7 @@ class _Passed:
         self._pair(caller, behind)
 
     def _pair(self, caller: Any, behind: Any) -> None:
+        """Pairs a value with the value after the boundary, and all that is in both, container by container."""
         self._callers[id(behind)] = caller
         if caller is behind or (_is_leaf(caller) and not fields_of(caller)):
             return

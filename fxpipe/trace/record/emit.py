@@ -106,6 +106,11 @@ class _Writer:
         return self.graph
 
     def _write(self, operation: Operation, modes: Any) -> None:
+        """Adds the node of one operation, and nodes for the used parts of its result.
+
+        A node has the user's line, its submodules, its fake result, its modes, and, for an opaque call, its shapes and
+        effects.
+        """
         node = self.graph.create_node(
             operation.kind,
             operation.target,

@@ -343,6 +343,8 @@ class Recorder(TorchFunctionMode):
         return mapped(arguments, self._as_value)
 
     def _as_value(self, leaf: Any) -> Any:
+        """The graph's argument for a leaf: a ``TapeValue`` for a tensor, a Python number for NumPy's; an obstacle for
+        an object."""
         numpy = sys.modules.get("numpy")
         if isinstance(leaf, Tensor):
             return self.value_of(leaf)

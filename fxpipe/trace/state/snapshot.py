@@ -52,6 +52,7 @@ class Snapshot:
                 self._look_into(_joined(path, name), value)
 
     def _look_into(self, name: str, value: Any) -> None:
+        """Keeps all tensors, generators, containers and objects inside of an attribute's value."""
         for part in walk(value):
             if isinstance(part.value, Tensor):
                 self._keep(name, part.value)
@@ -117,6 +118,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _TensorState:
+    """Where a tensor had its numbers, and whether it required a gradient, at the time of the snapshot."""
+
     name: str
     tensor: Tensor
     memory: Tensor

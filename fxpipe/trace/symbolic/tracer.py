@@ -318,6 +318,8 @@ class _Tracer(fx.Tracer):
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """The value of a module's attribute that forward reads: one proxy for each parameter and buffer, other values
+        as they are."""
         # torch.fx calls this method for each module attribute that forward reads
         if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
             name = self._names[id(attr_val)]
