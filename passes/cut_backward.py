@@ -12,7 +12,8 @@ values of I, and arguments of the backward::
 3. W is the rest. It recomputes views, and takes the other values of I that it needs.
 4. Each half becomes a graph module with named values.
 
-Together the halves run the operators of the backward, a split operator twice. The bits of the gradients stay.
+Together the halves run the operators of the backward; split operators and some views run twice. The bits of the
+gradients stay.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Takes: a node and its program. Gives, without running anything:
 - ``is_random``, ``acts``: whether it may draw random numbers, or have other effects.
 - ``is_number``: whether it asks a tensor only for its shape, dtype or device.
 
-In doubt the answer is the safe one: an unknown function may share memory, draw, and have effects. The sources are asked
-in this order: opaque regions and observed effects, short lists of names, operator schemas.
+An unknown function counts as sharing memory, drawing random numbers and having effects, but as writing none of its
+arguments. The sources are asked in this order: opaque regions and observed effects, short lists of names, operator
+schemas.
 """
 
 from __future__ import annotations
