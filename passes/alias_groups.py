@@ -5,9 +5,9 @@ of node names for each written memory.
 
 1. Nodes that may share memory are joined, by the schemas of their operators (``effects.aliased``).
 2. A write joins the node that writes with the memory that it writes.
-3. The groups with a write are the result; all other groups are dropped.
-4. A value behind a boundary is a copy. If a node reads the original after a write to the copy, the model would behave
+3. A value behind a boundary is a copy. If a node reads the original after a write to the copy, the model would behave
    differently in stages: PartitionError.
+4. The groups with a write are the result; all other groups are dropped.
 
 For example, of ``y = x.view(-1); y.add_(1); z = x * 2`` the group has the nodes x, view and add_. The node mul reads
 the written memory, and is not in the group.
@@ -33,8 +33,8 @@ def alias_groups(program: Program) -> Program:
     for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
-    _check_private_copies(program, memory, first_write)  # 4.
-    # 3.
+    _check_private_copies(program, memory, first_write)  # 3.
+    # 4.
     roots = {together.find(target) for target in first_write}
     groups = [group for group in together.groups() if together.find(group[0]) in roots]
     return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))

@@ -70,11 +70,12 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
     gradients = {index: node for index, node in enumerate(returned) if isinstance(node, Node)}
-    # 2. I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
+    # the ends of both halves
     now = [node for index, node in gradients.items() if index not in later]
     weights = [node for index, node in gradients.items() if index in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
     _call_twice(graph, _before([*now, *effects], ()))  # 1.
+    # 2. I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], arguments)
     # A call with several results is in the same half as all of its results.
