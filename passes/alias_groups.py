@@ -27,14 +27,14 @@ from fxpipe.passes.union import Union
 def alias_groups(program: Program) -> Program:
     """Fills ``Program.written``; PartitionError if a private copy would hide a write from a later reader. The graph
     stays."""
-    # 1. and 2.
+    # 1. and 2. memory without and with the nodes that write
     memory, together = shared_memory(program), shared_memory(program, with_writers=True)
     first_write: dict[Node, Node] = {}  # representative of a memory → the first node that writes it
     for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
-    _check_private_copies(program, memory, first_write)  # 3.
-    # 4.
+    _check_private_copies(program, memory, first_write)  # 3. copies behind boundaries
+    # 4. groups with a write
     roots = {together.find(target) for target in first_write}
     groups = [group for group in together.groups() if together.find(group[0]) in roots]
     return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))

@@ -45,7 +45,7 @@ def blocks(program: Program) -> Blocks:
     flow = _Flow(program)
     units = flow.units
     makers = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
-    flow.join_readers_of_written(program)  # 1.
+    flow.join_readers_of_written(program)  # 1. readers of written values
     # 2. and 3. Joining unused units may close a cycle, so cycles are joined before and after.
     flow.join_cycles()
     _join_unused(flow, {units.find(node) for node in makers})

@@ -28,12 +28,12 @@ def chain(passes: Sequence[Pass], program: Program) -> Program:
         raise PartitionError(f"FXPIPE_DEBUG is {level!r}; it is one of 0, 1 (stages), 2 (diffs), 3 (everything)")
     for step in passes:
         name = getattr(step, "__name__", repr(step))
-        # 1.
+        # 1. run the pass
         start = time.perf_counter()
         with noted(lambda: f"in the pass {name}"):  # noqa: B023  (called before the next)
             after = step(program)
         seconds = time.perf_counter() - start
-        # 2. to 4.
+        # 2. to 4. print and check
         if level == "3":
             print(f"-- program after {name}, {seconds * 1e3:.1f} ms\n{after}", file=sys.stderr)
         if level == "2":

@@ -29,7 +29,7 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
     """Returns how to compute the count from these ``inputs``; None if the loss is no ``Sum``. The ``Counting`` has no
     function if the count needs more: a stage's values, a tensor of the model, random numbers, the user's Python. It
     has none either if ``inputs`` is None, since a loss of several micro-batches has its own items."""
-    # 1.
+    # 1. the count
     result = program.graph.output_node().args[0]
     if program.result is not None:
         result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
@@ -40,7 +40,7 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
         return None
     if inputs is None:
         return Counting((), None)
-    # 2.
+    # 2. what the count depends on
     graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
     shared = frozenset[str]().union(*program.written)
     waiting = [loss.count] if isinstance(loss.count, Node) else []
@@ -63,7 +63,7 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
         if node.name in shared or not (constant or (computes and not written(program, node))):
             return Counting((), None)
         waiting.extend(node.all_input_nodes)
-    # 3.
+    # 3. its own graph
     for node in program.nodes:
         if node in needed and node not in built:
             built[node] = graph.node_copy(node, lambda operand: built[made_by(operand)])

@@ -74,7 +74,7 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     now = [node for index, node in gradients.items() if index not in later]
     weights = [node for index, node in gradients.items() if index in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
-    _call_twice(graph, _before([*now, *effects], ()))  # 1.
+    _call_twice(graph, _before([*now, *effects], ()))  # 1. a call for each half
     # 2. I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], arguments)
@@ -85,7 +85,7 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     available = {*arguments, *in_input} - views
     crossing = _taken(weights, available)
     gives = [node for node in dict.fromkeys([*now, *crossing]) if node not in arguments]
-    # 4.
+    # 4. graphs with named values
     return Halves(
         tuple(node.name for node in arguments),
         tuple(gradients[index].name if index in gradients else None for index in range(len(returned))),

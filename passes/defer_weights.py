@@ -84,11 +84,11 @@ class _Deferrable:
     def __init__(self, program: Program) -> None:
         self._program, self._nodes = program, list(program.nodes)
         self.made_from: dict[Node, frozenset[Node]] = {}
-        # 1.
+        # 1. values from parameters alone
         for node in self._nodes:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
-        # 2.
+        # 2. listed calls
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
         # torch.autograd.grad inside forward needs the whole autograd graph, so no gradient is left to W.
         self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
@@ -150,7 +150,7 @@ class _Deferrable:
 
     def rewritten(self) -> fx.Graph:
         """Returns the graph with a ``Deferred`` as first argument, which takes each call's parameter gradients."""
-        # 4.
+        # 4. the rewritten calls
         graph = fx.Graph()
         deferred = graph.placeholder("deferred")
         copies: dict[Node, Node] = {}

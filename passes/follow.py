@@ -63,7 +63,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         stage_of[unit] = stage_before[unit] if stage_before.get(unit) in fitting else min(fitting, default=least[unit])
         least |= {user: max(least[user], stage_of[unit]) for user in users}
     program = program.replace(stage_of={node.name: stage_of[units.find(node)] for node in nodes})
-    # 4.
+    # 4. parameters that other stages hold
     return program if any(map(gather_of, markers)) else _read_on_holders(program, owners)
 
 

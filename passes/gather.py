@@ -48,14 +48,14 @@ def gather(program: Program) -> Program:
         return program
     gathered: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
-        # 1.
+        # 1. the values that enter
         arriving = list(entering(program, stage, readers))
         # The Gathers of boundaries behind copied values, such as masks, which the stage computes itself.
         operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
         of_copies = [said for said, _ in map(crossed, operands) if said is not None]
         said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
         sources = [gathered.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
-        # 2. and 3.
+        # 2. and 3. does it gather, and in which groups
         groups = {gathering.group for gathering in [*said, *sources] if gathering is not None}
         if not groups:
             continue

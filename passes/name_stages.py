@@ -22,16 +22,16 @@ from fxpipe.passes.gather import readers_of
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
-    # 1.
+    # 1. the first capture's names
     if program.first is not None:
         return program.replace(stage_names=program.first.stage_names)
     members, stages_in, opened = readers_of(program), stages_inside(program), _opened(program)
-    # 2.
+    # 2. a boundary's, a submodule's or a number's name
     names = [
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
-    # 3.
+    # 3. numbered where equal
     unique: list[str] = []
     for name in names:
         numbered = (f"{name}_{count}" for count in itertools.count(2))

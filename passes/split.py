@@ -72,12 +72,12 @@ def split(program: Program) -> StageGraph:
             "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
         )
     _check_attributes(program)
-    # 1.
+    # 1. uses over all stages
     whole = _WholeProgram(program)
     stages: list[Stage] = []
     first = {whole.stage_of(node): node for node in reversed(whole.nodes)}
     for index, name in enumerate(program.stage_names):
-        # 2. to 5.
+        # 2. to 5. one stage after another
         builder, node = _Builder(whole, index), first.get(index) if name == f"stage{index}" else None
         module, is_last = builder.graph_module(), index == whole.output_stage
         stages.append(
@@ -98,7 +98,7 @@ def split(program: Program) -> StageGraph:
                 begins="" if node is None else described(node) + where(node),
             )
         )
-    stages = varying_marked(program, stages)  # 6.
+    stages = varying_marked(program, stages)  # 6. messages that may change
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
@@ -443,7 +443,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
     draws = {name for name, effects in program.effects.items() if effects.generators}
     regions = [node for node, calls in opaque.items() if node.name in draws or any(call.varies for call in calls)]
-    # 1.
+    # 1. the regions themselves
     own = {program.stage_of[node.name] for node in regions}
     varying, behind, unsure = set(own), set(own), set(own)
     # 2. Before a region, backwards along the edges: only the step shows whether a gradient comes back.

@@ -65,9 +65,9 @@ class Batch:
         Raises:
             RunError: inputs contradict each other, or the batch has too few rows.
         """
-        # 1.
+        # 1. the rows of the inputs
         rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(descriptions, counts, strict=True)]
-        # 2.
+        # 2. the rows of each micro-batch
         if microbatches is None:
             sizes = tuple(1 if count is None else count for count in rows)
         else:
@@ -102,7 +102,7 @@ class Batch:
         """
         if not self.is_whole:
             return [dict(part) for part in inputs]
-        # 4.
+        # 4. split each input by its rule
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in inputs[0].items()}
         columns = {name: rule.split(inputs[0][name], self.part_sizes) for name, rule in rules.items()}
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]

@@ -89,7 +89,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
     Also TypeError for inputs that ``*args`` takes, since these inputs have no names.
     """
-    # 1.
+    # 1. names for positional arguments, too
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
@@ -139,7 +139,7 @@ def describe(
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
     """The description of an input, whose tensors may already be ``TensorLike``."""
-    # 2.
+    # 2. the kind
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:

@@ -128,8 +128,8 @@ class GroupInputs:
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            dim = dim_of(number, column)  # 1.
-            leaf = _in_a_row(text, column, dim)  # 2.
+            dim = dim_of(number, column)  # 1. its row dimension
+            leaf = _in_a_row(text, column, dim)  # 2. the concatenated parts
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
             dims.append(dim)
@@ -152,7 +152,7 @@ class GroupInputs:
         """
         leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
-        # 4.
+        # 4. sum over replicas, and split
         columns = []
         for leaf, like, dim in zip(leaves, joined.likes, joined.dims, strict=True):
             if like is None or dim is None:

@@ -34,13 +34,13 @@ _LONG = 200
 
 def like_of(value: Any) -> ObjectValue | ObjectLike:
     """The stand-in of an object that is no tensor and no plain value."""
-    # 1. and 2.
+    # 1. and 2. walk the object, and write its text
     try:
         if any(part.parts and not part.is_entered for part in walk(value)):  # more parts than ``walk`` reads
             raise _Unknown
         text = _text_of(value, ())
     except (_Unknown, ValueError):  # ValueError: a closure's variable without a value
-        # 3.
+        # 3. not all parts can be compared
         parts = (part.value for part in walk(value, open_reading_of))
         is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
         attributes = getattr(value, "__dict__", {})

@@ -121,7 +121,7 @@ class OutputRows:
         Lists with an entry for each row are joined to a single list, in ``Entries``. Tensors whose rows are neither in
         dimension 0 nor in the inputs' dimensions become a list of tensors. RunError if two dimensions may be meant.
         """
-        # 1.
+        # 1. lists of entries first, then containers, then leaves
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
@@ -159,7 +159,7 @@ class OutputRows:
         if len(column) == 1:
             return first
         along = self._rows_along(column, where)
-        if along is None:  # 2.
+        if along is None:  # 2. no dimension has the rows
             return Entries(list(column))
         if len({beside(part, along) for part in column}) > 1:
             raise RunError(
@@ -276,7 +276,7 @@ def _of_type(number: Any, total: Tensor) -> Any:
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
     """Returns a rank's ``output`` on all ranks of its pipe group, with tensors on ``device``. A collective call."""
-    # 4.
+    # 4. the structure, then the tensors
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:

@@ -39,7 +39,7 @@ Counts = Mapping[str, Numbers]
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
     """The counts that this rank can read from its inputs. RunError for numbers that are no counts."""
-    # 1.
+    # 1. read what this rank has
     read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
     return {path: numbers for path, numbers in read.items() if numbers is not None}
 
@@ -118,7 +118,7 @@ def _lengths(path: str, offsets: Any) -> Numbers | None:
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
     """The merged counts of all ranks of a pipe group; RunError if the counts of two ranks differ."""
-    # 2.
+    # 2. of all ranks
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():
@@ -171,7 +171,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
             "batch_dim={'name': fxpipe.Packed(counts)}"
         )
     number = next(iter(rows.values()), None)
-    if counts is not None:  # 4.
+    if counts is not None:  # 4. do the counts fit
         _check_counts(lengths, number, counts, batch_dim)
     return number
 
@@ -288,5 +288,5 @@ def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
             f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
             f"pass at least {microbatches} rows, or compile with microbatches={rows}"
         )
-    # 5.
+    # 5. the first micro-batches take the rest
     return tuple(rows // microbatches + (number < rows % microbatches) for number in range(microbatches))

@@ -187,7 +187,7 @@ class Agreement:
             wants_loss: whether an evaluation is asked only for the loss.
         """
         batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
-        # 1.
+        # 1. describe, and catch what is wrong
         try:
             self._check_parameters()
             if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):

@@ -53,7 +53,7 @@ _WRAPPERS = {
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
     """RunError if ``model`` is no model, has a state that no checkpoint would hold, or would ignore an option."""
-    # 1.
+    # 1. values that are no model
     for part in (model.module if isinstance(model, StageGraph) else model, options.loss_fn):
         if isinstance(part, nn.Module):
             check_no_extra_state(part)
@@ -179,7 +179,7 @@ def plan_first(
     Raises:
         TraceError, PartitionError, ScheduleError: no plan can be made.
     """
-    # 3.
+    # 3. the plans, training first
     state = example.with_objects
     try:
         state, _ = state.plan(example.pattern(answers), example.sample)
@@ -188,7 +188,7 @@ def plan_first(
             with evaluating(state.module):
                 example = replace(example, state=state.at_present({}))
                 state = example.state.plan_evaluation(example.pattern(answers, training=False), example.sample)
-    except Unanswered as error:  # 4.
+    except Unanswered as error:  # 4. a question
         return state.asking(error), error
     return state, None
 

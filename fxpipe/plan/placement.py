@@ -53,10 +53,10 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
             f"({', '.join(graph.names)}); {none}"
             f"mark {ranks - len(graph)} more with fxpipe.stage_boundary or boundaries=, or use fewer ranks"
         )
-    # 1.
+    # 1. balanced groups
     if wanted is None:
         return _balanced([1 + sum(p.numel() for p in stage.parameters.values()) for stage in graph], ranks)
-    # 2.
+    # 2. as the user names them
     for name in wanted:
         if name not in graph.names:
             raise PartitionError(f"placement names stage {name!r}, which does not exist{nearest(name, graph.names)}")
@@ -74,7 +74,7 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
 
 def check_replicated(graph: StageGraph) -> None:
     """PartitionError for a stage on several ranks whose copies would come to differ."""
-    # 3.
+    # 3. copies of stages
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"

@@ -361,12 +361,12 @@ class PlanState(Planned):
             places: the row dimensions of gathered values.
         """
         graph = joint(graphs)
-        schedule = choose_table(self, graph, pattern)  # 1.
+        schedule = choose_table(self, graph, pattern)  # 1. the table
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # 2. The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
         absent = {(index, microbatch) for microbatch, each in enumerate(graphs) for index in lacking[id(each)]}
-        # 3. to 5.
+        # 3. to 5. lower, prove, split
         instructions = lower(
             schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )

@@ -127,7 +127,7 @@ def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, 
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
 
-    function = torch.compile(original, backend=backend)  # 1.
+    function = torch.compile(original, backend=backend)  # 1. capture at the first run
 
     def run(deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
         before, _here.deferred = _here.deferred, deferred
@@ -176,7 +176,7 @@ class _CutGraph:
 
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
-            # 2. and 3.
+            # 2. and 3. cut the backward, and compile both halves when they run
             halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
             waits = {index: name for index, name in enumerate(halves.gradients) if index in waiting and name}
             return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))

@@ -93,7 +93,7 @@ def plan_together(
         state, plan = make()
     except Exception as error:
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
-    # 2. and 3.
+    # 2. and 3. compare the digests of each scope
     for scope in scopes:  # every scope, even after a failure: other ranks wait in the next scope
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
         # Ranks that all ask the same question answer it and call again; a rank that asks alone would wait for ever.
@@ -107,7 +107,7 @@ def plan_together(
             texts = transport.gather(scope, plan.description)
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             wrong = _difference(transport, scope, odd, digests, texts)
-    # 4.
+    # 4. this rank's own error first
     if failure is not None:
         raise failure
     if wrong or plan is None or state is None:

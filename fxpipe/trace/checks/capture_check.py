@@ -176,7 +176,7 @@ def check(
                 if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
                     losses = Losses(trial.loss, batches, sample.batch_dim, trial.losses)
                     check_rows(losses, loss_weight, len(sample.batches), norms)
-            finally:  # 6.
+            finally:  # 6. restore
                 trial.start.restore()
             seen = "; batch statistics are those of a micro-batch" * norms
             return f"checked against the model on 2 micro-batches{seen}"

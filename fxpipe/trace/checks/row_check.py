@@ -79,7 +79,7 @@ def check_rows(losses: Losses, loss_weight: Callable[..., Any] | None, microbatc
         return  # the counts of packed rows belong to other rows
     told = "" if norms else _rows_interact(losses, loss_weight)
     warn_of_rows(told or "")
-    if told == "":  # 3.
+    if told == "":  # 3. independent rows
         _check_is_mean(losses, microbatches)
 
 

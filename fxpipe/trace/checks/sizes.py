@@ -176,7 +176,7 @@ class Family:
 
     def free(self, shape: Description) -> frozenset[Place]:
         """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
-        # 3.
+        # 3. vary now, or have varied before
         sizes = ((name, index, enumerate(like.shape)) for name, index, like in tensors_of(shape))
         large = {(name, index, dim) for name, index, dims in sizes for dim, size in dims if size > 1}
         return varying(shape, self.latest) | (self.varying & large)

@@ -89,7 +89,7 @@ class _CutCalls:
         if "before" not in gathers:
             output = inner(*args, **kwargs)
         else:
-            # 1. to 3.
+            # 1. to 3. cross, call, repeat changes
             arguments = tuple(args), dict(kwargs)
             behind = self._cross(arguments, path, gathers["before"], f"{path} is given")
             passed = _Passed(arguments, behind, path)

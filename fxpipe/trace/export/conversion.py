@@ -176,7 +176,7 @@ class Conversion:
         tensor that forward uses; torch.export's name)."""
         self._flat: list[Node] = []
         """The placeholders of the batch's tensors, followed by the placeholders of the stand-ins."""
-        # 1.
+        # 1. the export's placeholders
         self._sort_inputs()
         # torch.export flattens the batch first, then the results of regions
         leaves, _ = pytree.tree_flatten_with_path(dict(self.values))

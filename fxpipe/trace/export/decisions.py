@@ -73,7 +73,7 @@ class Decisions(TorchFunctionMode):
         kind = _KINDS.get(function)
         if kind is not None and _is_asked(args[0]) and (known := computed(function, args[0])) is not None:
             return known
-        # 3. to 5.
+        # 3. to 5. a value that only the inputs decide
         if kind is not None and self._answers(kind, args[0]):
             is_truth = kind == "number" and args[0].dtype == torch.bool
             return _as_lists(self._asked(args[0], "truth" if is_truth else kind, self._made(args[0])))

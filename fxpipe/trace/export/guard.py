@@ -50,7 +50,7 @@ class TracingGuard(CaptureGuard):
 
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
-        # 1.
+        # 1. around the export
         for root in self.roots:
             _refuse_backward_hooks(root)
         import_dynamo()
@@ -60,7 +60,7 @@ class TracingGuard(CaptureGuard):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """A context around the traced call of the model."""
-        # 2.
+        # 2. around the call
         try:
             with self.forward(self._patches()):
                 yield

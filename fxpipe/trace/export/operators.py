@@ -67,7 +67,7 @@ class SizeClauses(NamedTuple):
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError if a clause is false for these tensors and sizes."""
-        # 4.
+        # 4. evaluate them
         shown: dict[int, Any] = {}
         for (index, dim), size in zip(self.others, sizes, strict=True):
             shown.setdefault(index, {})[dim] = int(size)
@@ -114,7 +114,7 @@ _LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 def clauses_of(expression: str) -> list[str]:
     """The operands of a guard's top-level ``and``, or the guard itself."""
-    # 2.
+    # 2. the clauses
     tree = ast.parse(expression, mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]

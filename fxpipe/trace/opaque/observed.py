@@ -92,7 +92,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
             "the model cannot run on a micro-batch of the example, by which is seen what an opaque region "
             f"returns: {type(error).__name__}: {error}\n{line_of(error)}"
         ) from error
-    finally:  # 4.
+    finally:  # 4. restore
         state.restore()
         called |= observer.called
     return observer.calls()

@@ -171,7 +171,7 @@ class Calls:
                     python = PythonState(module, recorder.own_generators)
                 with recorder.touched.noting() as touched:
                     result = inner(*args, **kwargs)
-        except NeedsValues as error:  # 4.
+        except NeedsValues as error:  # 4. made-up numbers may help
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         recorder.check_random()
         with outside():  # a call that changed attributes or drew Python's random numbers must run exactly once

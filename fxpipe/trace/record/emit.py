@@ -181,9 +181,9 @@ class Emitter:
         self, tape: Sequence[Operation], inputs: Sequence[NamedSource], result: Sequence[Any], around: ModesNow
     ) -> fx.Graph:
         """The graph of the needed operations. ``result``: the result's leaves, with a ``TapeValue`` for each tensor."""
-        # 1. and 2.
+        # 1. and 2. needed operations, with checkpoints as calls
         main = self._outlined(needed(tape, result, self.storages), result, depth=0)
-        # 3.
+        # 3. nodes
         writer = _Writer(main, result, around, self.bare)
         for source in inputs:
             writer.add_input(source)

@@ -62,7 +62,7 @@ def rehearse(
     """
     inputs = tensors_in((args, kwargs))
     with outside():
-        # 1. to 3.
+        # 1. to 3. both runs, on copies
         state = RandomState({tensor.device for tensor in real_of.values()}, own=own)
         try:
             run = functools.partial(_run, function, args, kwargs, module, real_of, own)

@@ -96,9 +96,9 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
             run = _RecordedRun(request, plan, fake, real, before)
             run.forward()
             changed = [name for snapshot in before for name in snapshot.changes()]
-            # 3. and 4.
+            # 3. and 4. another plan, or the graph
             return run.better_plan(changed, earlier) or run.program()
-        finally:  # 5.
+        finally:  # 5. restore
             for snapshot in untouched:
                 snapshot.restore()
 

@@ -58,7 +58,7 @@ def watching_attributes(
         if path is None or not takes(module, name, value, path):
             original(module, name, value)
 
-    # 1.
+    # 1. see assignments and reads
     with replaced([(nn.Module, "__setattr__", guarded)]), noting() as own.read:
         try:
             yield

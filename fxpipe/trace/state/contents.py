@@ -76,7 +76,7 @@ class _Reading(NamedTuple):
 
 def _reading_of(cls: type, is_open: bool = False) -> _Reading:
     """How to read a class's values. ``is_open``: also read functions, and objects of classes of torch and Python."""
-    # 1.
+    # 1. how the class is read
     if is_open and cls is types.FunctionType:
         return _Reading(captured_by)
     if cls is types.MethodType:

@@ -27,7 +27,7 @@ def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
     """The random generators that modules and functions can reach, by names that are the same on all ranks."""
     found, seen, classes = dict[str, Any](), set[int](), set[type]()
     waiting = deque[tuple[str, Any]](("loss_fn", each) for each in code)
-    # 1.
+    # 1. where the search begins
     for module in map(loss_module, code):
         for path, part in () if module is None else module.named_modules():
             waiting += [(f"{path}.{name}", value) for name, value in vars(part).items()]
@@ -37,7 +37,7 @@ def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        # 2. and 3.
+        # 2. and 3. generators inside, and where they lead
         for part in walk(_unwrapped(value)):
             inner = part.value
             if is_generator(inner) and all(inner is not other for other in found.values()):

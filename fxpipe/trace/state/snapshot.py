@@ -42,7 +42,7 @@ class Snapshot:
         self._tensors: dict[int, _TensorState] = {}
         self._generators: dict[int, tuple[Any, Any]] = {}
         """A generator's id → the generator, its state."""
-        # 1. and 2.
+        # 1. and 2. attributes, and the tensors and objects in them
         for path, submodule in module.named_modules():
             self._attributes.append((path, vars(submodule), dict(vars(submodule))))
             own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
@@ -86,7 +86,7 @@ class Snapshot:
 
     def changes(self) -> Iterator[str]:
         """Yields the names of all changed attributes and tensors; for changed values of tensors see ``written``."""
-        # 3.
+        # 3. attributes, then contents, then tensors
         for path, now, before in self._attributes:
             for name in {**before, **now}:
                 if not alike(now.get(name, MISSING), before.get(name, MISSING)):

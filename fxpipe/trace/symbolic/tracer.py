@@ -196,7 +196,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
-        # 1. and 2.
+        # 1. and 2. the inputs, and the call
         values = {name: self._input(name) for name in self.request.inputs}
         return lambda: self.request.call(values), []
 
@@ -220,7 +220,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Adds a node with its grad mode and the user's line, after the guard's check. TraceError for ``backward``."""
-        self.guard.check()  # 3.
+        self.guard.check()  # 3. nothing else has happened
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
         # node.meta holds the grad mode if it differs from the grad mode around the call
@@ -292,7 +292,7 @@ class _Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """The graph's argument for a value: a ``get_attr`` node for a tensor. TraceError for a random generator."""
-        if isinstance(a, Tensor):  # 4.
+        if isinstance(a, Tensor):  # 4. a real tensor
             return self._source(a)
         if isinstance(a, torch.Generator):
             raise refuse(
