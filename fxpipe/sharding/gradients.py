@@ -289,7 +289,8 @@ class Gradients(ABC):
 
     @torch.no_grad()
     def _sum_used(self, used: Collection[str], over: Mapping[str, Iterable[str]], factor: Tensor | None) -> None:
-        """Sums this call's gradients in ``.grad`` over owners, and those of ``over``, scope → names, over batch axes.
+        """Sums this call's gradients in ``.grad`` over owners, and the gradients in ``over``, scope → names, over batch
+        axes.
 
         ``used``: the names of the parameters that any rank has used. They have a gradient on all ranks afterwards.
         """
