@@ -1,4 +1,8 @@
-"""Patches: replaces attributes of modules and classes while a context is open."""
+"""Patches: replaces attributes, and entries of dicts, while a context is open.
+
+Takes: rows (owner, name, value in its place). Gives: ``replaced``, the one context manager that makes and undoes all
+replacements of fxpipe.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,41 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-Patch = tuple[Any, str, Any]
-"""(owner, attribute name, replacement)"""
+Replacement = tuple[Any, str, Any]
+"""(an object or a dict, the name of an attribute or the key, the value in its place)"""
+_MISSING: Any = object()
 
 
 @contextlib.contextmanager
-def all_patched(patches: Iterable[Patch]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patched(*patch))
+def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
+    """While this context is open, each row's value is in place of the attribute, or of the entry of a dict.
+
+    The rows are put in place in their order, and are undone in reverse, also after an exception; an attribute that the
+    owner had only inherited is deleted again.
+
+    Args:
+        rows: read one by one, each after the row before is in place. A dict may lack the key, before and afterwards.
+    """
+    # A stack undoes all of them, the last first, whatever one of them raises.
+    with contextlib.ExitStack() as undo:
+        for owner, name, value in rows:
+            # An attribute that the owner inherits is deleted afterwards, and not set to the inherited value.
+            own = owner if isinstance(owner, dict) else vars(owner)
+            undo.callback(_put, owner, name, own.get(name, _MISSING))
+            _put(owner, name, value)
         yield
 
 
-@contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    # an attribute that the owner inherits is deleted afterwards, and not set to the inherited value
-    missing = object()
-    before = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute or an entry, or removes it for ``_MISSING``."""
+    if isinstance(owner, dict) and value is _MISSING:
+        owner.pop(name, None)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    elif value is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
 def noting(note: Callable[[], object], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,13 @@
-"""Finds the lines of user code that run now, or that an error or a message names."""
+"""Finds the lines of user code that run now, or that an error or a message names.
+
+Takes: the stack of this thread, an error's traceback, or a text. Gives: a line in the form of a traceback, ``  File
+"model.py", line 12, in forward`` and the source below it, for the end of a message.
+
+A file is the user's if it belongs neither to torch nor to fxpipe and is not generated: libraries such as transformers
+count as users'. The innermost such line is the line of the user's own model, or of the library function that it calls.
+
+Reading frames costs microseconds, so a tracer can ask for each node. Nothing here changes a frame.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +36,17 @@ def is_users(filename: str) -> bool:
 
 
 def is_torchs(filename: str) -> bool:
+    """Whether a file belongs to torch."""
     return filename.startswith(_LIBRARIES[0])
 
 
 def calls_isinstance() -> bool:
-    """Whether the caller was called by user code that calls ``isinstance``."""
+    """Whether the caller was called by user code that calls ``isinstance``.
+
+    It looks at the frame that asked, above frames of a metaclass: its code must name ``isinstance``, and its file must
+    be the user's, and no module of Python's library. This may be true for a frame that reads a class in another way; a
+    proxy then refuses, which is safe.
+    """
     # Python does not tell an object who reads its class. torch.fx reads it, too, and needs an answer; but torchvision's
     # GeneralizedRCNN, which calls isinstance(features, torch.Tensor), must not get False.
     frame: FrameType | None = sys._getframe(2)
@@ -90,6 +105,7 @@ def code_of(owner: Any, method: str) -> Any:
 
 
 def _format(frame: FrameType, number: int) -> str:
+    """One line in traceback form: the file, the number, the function, and the source."""
     code = frame.f_code
     source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
     return f'  File "{code.co_filename}", line {number}, in {code.co_name}\n    {source}'

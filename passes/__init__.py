@@ -1,6 +1,20 @@
 """The passes: pure functions ``Program → Program``, each in its own file. ``compile`` runs the pipeline ``default()``.
 
-A new pass needs a file, a test, and an entry in ``default()``.
+Takes: a captured ``Program``, a graph without stages. Gives: a ``Program`` in which every node has its stage; ``split``
+then makes the ``StageGraph``.
+
+1. ``drop_unused`` removes nodes that change nothing.
+2. ``order_writes`` adds an edge from each write to the later reads.
+3. ``alias_groups`` finds the nodes that share written memory: a stage has all or none of them.
+4. ``mark_copies`` finds what each stage computes for itself, such as masks.
+5. ``partition`` gives each remaining node its stage; for later captures it calls ``follow``.
+6. ``name_stages`` names the stages.
+7. ``gather`` finds the stages that run once for several micro-batches.
+
+A new pass needs a file, a test, and an entry in ``default()``. ``chain`` checks the program after each pass.
+
+Other files: ``effects`` and ``union`` are what passes share, ``blocks`` is for the search of cuts. ``counting`` is used
+by ``split``, and ``defer_weights`` and ``cut_backward`` change stages after they have been made.
 """
 
 from __future__ import annotations

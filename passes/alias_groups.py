@@ -1,4 +1,17 @@
-"""Alias groups: finds the nodes that share memory which a node writes. Such nodes must be in the same stage."""
+"""Alias groups: finds the nodes that share memory which a node writes. Such nodes must be in the same stage.
+
+Takes: a ``Program`` whose writes are ordered (``order_writes``). Gives: the same graph, with ``Program.written``, a set
+of node names for each written memory.
+
+1. Nodes that may share memory are joined, by the schemas of their operators (``effects.aliased``).
+2. A write joins the node that writes with the memory that it writes.
+3. A value behind a boundary is a copy. If a node reads the original after a write to the copy, the model would behave
+   differently in stages: PartitionError.
+4. The groups with a write are the result; all other groups are dropped.
+
+For example, of ``y = x.view(-1); y.add_(1); z = x * 2`` the group has the nodes x, view and add_. The node mul reads
+the written memory, and is not in the group.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +25,16 @@ from fxpipe.passes.union import Union
 
 
 def alias_groups(program: Program) -> Program:
-    """Fills ``Program.written``; PartitionError if a private copy would hide a write from a later reader."""
+    """Fills ``Program.written``; PartitionError if a private copy would hide a write from a later reader. The graph
+    stays."""
+    # 1. and 2. memory without and with the nodes that write
     memory, together = shared_memory(program), shared_memory(program, with_writers=True)
     first_write: dict[Node, Node] = {}  # representative of a memory → the first node that writes it
     for node in program.nodes:
         for target in written(program, node):
             first_write.setdefault(memory.find(target), node)
-    _check_private_copies(program, memory, first_write)
+    _check_private_copies(program, memory, first_write)  # 3. copies behind boundaries
+    # 4. groups with a write
     roots = {together.find(target) for target in first_write}
     groups = [group for group in together.groups() if together.find(group[0]) in roots]
     return program.replace(written=tuple(frozenset(node.name for node in group) for group in groups))

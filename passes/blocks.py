@@ -1,8 +1,19 @@
 """Blocks: the smallest pieces of a program that a cut may separate, for code that chooses the cut.
 
-A block holds nodes that share written memory, nodes that read a value from before a write, a shape query with its
-tensor, calls of opaque regions that set or read the same attribute, nodes that would otherwise form a cycle, and unused
-nodes with their inputs.
+A cut may not separate these nodes, so they are in one block:
+
+- nodes that share written memory, and nodes that read a value from before a write;
+- a shape query and its tensor;
+- calls of opaque regions that set or read the same attribute;
+- nodes that would otherwise form a cycle;
+- unused nodes and their inputs.
+
+Takes: a ``Program`` after ``before_balance()``, whose only boundaries gather. Gives: ``Blocks``, the blocks in program
+order and the values between them. It chooses no cut: ``fxpipe.search`` does.
+
+1. Join readers that must be with a write, as in a partition.
+2. Join blocks that wait for each other.
+3. Join unused blocks to what they use, and cycles again.
 """
 
 from __future__ import annotations
@@ -34,8 +45,8 @@ def blocks(program: Program) -> Blocks:
     flow = _Flow(program)
     units = flow.units
     makers = [node for node in map(made_by, program.graph.output_node().all_input_nodes) if node in units]
-    flow.join_readers_of_written(program)
-    # Joining unused units may close a cycle, so cycles are joined before and after.
+    flow.join_readers_of_written(program)  # 1. readers of written values
+    # 2. and 3. Joining unused units may close a cycle, so cycles are joined before and after.
     flow.join_cycles()
     _join_unused(flow, {units.find(node) for node in makers})
     flow.join_cycles()

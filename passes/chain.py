@@ -1,4 +1,10 @@
-"""The pass pipeline: runs a tuple of functions, checks the program after each, and prints it for FXPIPE_DEBUG."""
+"""The pass pipeline: runs a tuple of functions, checks the program after each, and prints it for FXPIPE_DEBUG.
+
+Takes: passes, and a ``Program``. Gives: the program after the last pass, or a PartitionError that names the pass.
+
+For each pass: 1. run it; 2. print the program (level 3) or its difference (level 2); 3. check it; 4. print the stages
+when the first names appear (level 1).
+"""
 
 from __future__ import annotations
 
@@ -22,10 +28,12 @@ def chain(passes: Sequence[Pass], program: Program) -> Program:
         raise PartitionError(f"FXPIPE_DEBUG is {level!r}; it is one of 0, 1 (stages), 2 (diffs), 3 (everything)")
     for step in passes:
         name = getattr(step, "__name__", repr(step))
+        # 1. run the pass
         start = time.perf_counter()
         with noted(lambda: f"in the pass {name}"):  # noqa: B023  (called before the next)
             after = step(program)
         seconds = time.perf_counter() - start
+        # 2. to 4. print and check
         if level == "3":
             print(f"-- program after {name}, {seconds * 1e3:.1f} ms\n{after}", file=sys.stderr)
         if level == "2":
@@ -40,7 +48,16 @@ def chain(passes: Sequence[Pass], program: Program) -> Program:
 
 
 def check(program: Program, after: str) -> None:
-    """PartitionError, naming the pass, unless the graph is well formed and the program's facts fit the graph."""
+    """PartitionError, naming the pass, unless the graph is well formed and the program's facts fit the graph.
+
+    These are the facts:
+
+    - Each compute node is in one stage, or is copied; a copied node depends on inputs, tensors of the model and copied
+      nodes only.
+    - No value goes to an earlier stage.
+    - Stages are numbered without gaps, and have different names.
+    - Nodes that share written memory are in one stage.
+    """
     if not isinstance(program, Program):
         raise PartitionError(f"pass {after} returned {type(program).__name__}; a pass returns a Program")
     try:

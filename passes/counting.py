@@ -1,7 +1,15 @@
 """Counting: extracts the part of a program that computes the count of a loss that is a ``Sum``.
 
-A step runs this part for all micro-batches before the first backward, so that each backward begins with the gradient
-of the whole step's mean, as in plain PyTorch.
+A step runs this part for all micro-batches before the first backward, so that each backward begins with the gradient of
+the whole step's mean, as in plain PyTorch.
+
+Takes: a ``Program`` whose result is a loss. Gives: ``Counting``, with a graph from batch inputs to the count; without a
+graph if the count needs more than inputs; None if the loss is no ``Sum``.
+
+1. Find the count in the program's result.
+2. Walk back from it to batch inputs, sizes of inputs and constants. Anything else ends the walk: the count is then
+   known only after the forward.
+3. Copy the nodes of the walk into a graph of their own.
 """
 
 from __future__ import annotations
@@ -18,9 +26,10 @@ from fxpipe.torch_compat import pytree
 
 
 def counting(program: Program, inputs: Collection[str] | None) -> Counting | None:
-    """Returns how to compute the count from these ``inputs``; None if the loss is no ``Sum``. The ``Counting`` has
-    no function if the count needs more: a stage's values, a tensor of the model, random numbers, the user's Python; or
-    if ``inputs`` is None, since a loss of several micro-batches has its own items."""
+    """Returns how to compute the count from these ``inputs``; None if the loss is no ``Sum``. The ``Counting`` has no
+    function if the count needs more: a stage's values, a tensor of the model, random numbers, the user's Python. It
+    has none either if ``inputs`` is None, since a loss of several micro-batches has its own items."""
+    # 1. the count
     result = program.graph.output_node().args[0]
     if program.result is not None:
         result = pytree.tree_unflatten(list(result), program.result)  # type: ignore[arg-type]
@@ -31,6 +40,7 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
         return None
     if inputs is None:
         return Counting((), None)
+    # 2. what the count depends on
     graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
     shared = frozenset[str]().union(*program.written)
     waiting = [loss.count] if isinstance(loss.count, Node) else []
@@ -53,6 +63,7 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
         if node.name in shared or not (constant or (computes and not written(program, node))):
             return Counting((), None)
         waiting.extend(node.all_input_nodes)
+    # 3. its own graph
     for node in program.nodes:
         if node in needed and node not in built:
             built[node] = graph.node_copy(node, lambda operand: built[made_by(operand)])

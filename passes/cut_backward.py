@@ -1,11 +1,19 @@
 """Cut backward: splits the graph of a compiled stage's backward into two graphs, I and W.
 
-AOTAutograd's backward of a stage returns a gradient for each input, including parameters. I computes the gradients of
-the other inputs, and W the remaining part of the parameters' gradients. W takes values of I, and arguments of the
-backward::
+Takes: AOTAutograd's backward of a stage, which returns a gradient for each input, including parameters. Gives:
+``Halves``. I computes the gradients of the other inputs, and W the remaining part of the parameters' gradients. W takes
+values of I, and arguments of the backward::
 
     dy, x, weight ─┬─ I: dx = dy @ weight
                    └─ W: dweight = dy.T @ x
+
+1. An operator that computes gradients for both halves by an ``output_mask`` is called twice, once in each half.
+2. I is all that the inputs' gradients depend on, and all nodes with effects.
+3. W is the rest. It recomputes views, and takes the other values of I that it needs.
+4. Each half becomes a graph module with named values.
+
+Together the halves run the operators of the backward; split operators and some views run twice. The bits of the
+gradients stay.
 """
 
 from __future__ import annotations
@@ -36,6 +44,7 @@ class BackwardPart:
 
     @property
     def does_anything(self) -> bool:
+        """Whether the half calls an operator: a stage without deferred parameters has no W."""
         return any(node.op not in ("placeholder", "output") for node in self.code.graph.nodes)
 
 
@@ -61,20 +70,22 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
     graph = backward.graph
     returned: Any = graph.output_node().args[0]
     gradients = {index: node for index, node in enumerate(returned) if isinstance(node, Node)}
-    # I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
+    # the ends of both halves
     now = [node for index, node in gradients.items() if index not in later]
     weights = [node for index, node in gradients.items() if index in later]
     effects = [node for node in graph.nodes if node.op.startswith("call_") and node.is_impure()]
-    _call_twice(graph, _before([*now, *effects], ()))
+    _call_twice(graph, _before([*now, *effects], ()))  # 1. a call for each half
+    # 2. I: all nodes that the gradients of inputs depend on, and nodes with effects. W: the rest.
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     in_input = _before([*now, *effects], arguments)
     # A call with several results is in the same half as all of its results.
     in_input |= {node for node in graph.nodes if node.target is operator.getitem and node.args[0] in in_input}
-    # W recomputes a view, which is cheaper than passing it on.
+    # 3. W recomputes a view, which is cheaper than passing it on.
     views = {node for node in in_input if isinstance(node.target, OpOverload) and node.target.is_view}
     available = {*arguments, *in_input} - views
     crossing = _taken(weights, available)
     gives = [node for node in dict.fromkeys([*now, *crossing]) if node not in arguments]
+    # 4. graphs with named values
     return Halves(
         tuple(node.name for node in arguments),
         tuple(gradients[index].name if index in gradients else None for index in range(len(returned))),
@@ -128,7 +139,11 @@ def _call_twice(graph: fx.Graph, in_input: Collection[Node]) -> None:
 def _part(
     module: fx.GraphModule, makes: Sequence[Node], effects: Sequence[Node], available: Collection[Node]
 ) -> BackwardPart:
-    """Returns the part that computes ``makes`` and has the ``effects``, from known nodes."""
+    """Returns the part that computes ``makes`` and has the ``effects``, from known nodes.
+
+    ``available``: the nodes whose values the part takes instead of computing them. Its placeholders are those that it
+    uses.
+    """
     graph, copies = fx.Graph(), dict[Node, Node]()
     ends = [*makes, *effects]
     needed, takes = _before(ends, available), _taken(ends, available)

@@ -1,8 +1,17 @@
 """Defer weights: rewrites a stage so that its backward runs in two halves, I and W.
 
-Each call that uses parameters, or values made from parameters alone (a cast, ``weight * scale``, ``weight.t()``),
-becomes a call that leaves the parameters' gradients to W. The rest of the stage stays unchanged. Parameters whose
-gradients would not have the same bits stay in I:
+Takes: a ``Stage``. Gives: the stage with ``deferring``, a second function that its forward runs when a table splits its
+backward, and ``in_input``, the parameters that stay in I.
+
+1. Find the values that depend on parameters alone: a cast, ``weight * scale``, ``weight.t()``.
+2. Find the calls that use parameters or such values, and that are listed in ``CALLS`` or ``MODULES``.
+3. Drop a call if one of its parameters is also used by a call that is not listed; repeat until nothing changes.
+4. Each remaining call becomes a call that leaves the parameters' gradients to W. The rest of the stage stays unchanged.
+
+For example ``linear(%x, %weight, %bias)`` becomes ``deferred_linear(%deferred, None, (%weight, %bias), (%weight,
+%bias), %x, %weight, %bias)``. In I it gives the gradient of ``x``; in W it gives the parameters' gradients.
+
+Parameters whose gradients would not have the same bits stay in I:
 
 - parameters of modules that run as a whole, except the classes of ``torch.nn`` in ``MODULES``;
 - parameters that other operations use: a write in place, a call with the same input twice, an unlisted function;
@@ -75,14 +84,16 @@ class _Deferrable:
     def __init__(self, program: Program) -> None:
         self._program, self._nodes = program, list(program.nodes)
         self.made_from: dict[Node, frozenset[Node]] = {}
+        # 1. values from parameters alone
         for node in self._nodes:
             self._trace(node)
         users = [node for node in self._nodes if node not in self.made_from and self.parameters(node)]
+        # 2. listed calls
         differentiates = any(node.target is torch.autograd.grad for node in self._nodes)
         # torch.autograd.grad inside forward needs the whole autograd graph, so no gradient is left to W.
         self.calls = [] if differentiates else [node for node in users if self._is_listed(node)]
         self.in_input: set[int] = set()
-        while True:  # a call with a kept parameter keeps all parameters that it uses
+        while True:  # 3. a call with a kept parameter keeps all parameters that it uses
             # Autograd sums a parameter's gradients in a fixed order: if a use stays in I, all uses must.
             others = [node for node in users if node not in self.calls and not is_number(node)]
             self.in_input = set().union(*map(self.parameters, others))
@@ -92,6 +103,7 @@ class _Deferrable:
             self.calls = [node for node in self.calls if node not in lost]
 
     def _trace(self, node: Node) -> None:
+        """Adds a node to ``made_from`` if it depends on no input."""
         operands = [operand for operand in node.all_input_nodes if not is_number(operand)]
         if node.op == "get_attr":
             value = self._program.attribute(node)
@@ -107,6 +119,8 @@ class _Deferrable:
         )
 
     def _is_listed(self, node: Node) -> bool:
+        """Whether the operation that a node calls uses each of its arguments once, so that its gradients keep their
+        bits."""
         # With the same input twice, the two gradients would have to be added in autograd's order.
         operands = nodes_in((node.args, node.kwargs))
         inputs = [operand for operand in operands if operand not in self.made_from and not is_number(operand)]
@@ -136,6 +150,7 @@ class _Deferrable:
 
     def rewritten(self) -> fx.Graph:
         """Returns the graph with a ``Deferred`` as first argument, which takes each call's parameter gradients."""
+        # 4. the rewritten calls
         graph = fx.Graph()
         deferred = graph.placeholder("deferred")
         copies: dict[Node, Node] = {}
@@ -168,10 +183,12 @@ def _is_plain(node: Node) -> bool:
 
 
 def _is_attention(module: Any) -> bool:
+    """Whether a module is torch's multi-head attention, which uses its input several times by itself."""
     return isinstance(module, nn.MultiheadAttention)
 
 
 def _is_listed_module(module: Any) -> bool:
+    """Whether a module is of a listed class, with the class's own forward and no hooks."""
     if type(module) not in MODULES or "forward" in vars(module) or runs_hooks(module):
         return False
     return getattr(module, "max_norm", None) is None and getattr(module, "padding_mode", "zeros") == "zeros"

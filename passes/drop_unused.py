@@ -1,6 +1,10 @@
 """Drop unused: removes nodes without readers and without effects, such as an auxiliary head in evaluation.
 
 Erase boundaries, erase cuts: remove stage boundaries, for ``fxpipe.search``, which chooses the cut itself.
+
+Takes: a ``Program``. Gives: a ``Program`` with its own, smaller graph. The nodes are visited from the end, so that a
+chain of unused nodes goes as a whole. A node stays if it writes a parameter, a buffer, an input, or memory that a later
+node reads; if its effects are unknown; and if it is an assertion.
 """
 
 from __future__ import annotations

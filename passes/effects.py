@@ -1,6 +1,17 @@
 """Effects: finds an operation's effects besides its result: its writes, the arguments that its result shares memory
-with, and random draws. The sources are operator schemas, or short lists for operations without a schema; for a module
-that the capture ran as a whole, the effects observed in that run (``Program.effects``)."""
+with, and random draws. The sources are operator schemas, or short lists for operations without a schema; for a
+module that the capture ran as a whole, the effects observed in that run (``Program.effects``).
+
+Takes: a node and its program. Gives, without running anything:
+
+- ``written``: the arguments that the node writes. ``aliased``: the arguments whose memory its result may share.
+- ``is_random``, ``acts``: whether it may draw random numbers, or have other effects.
+- ``is_number``: whether it asks a tensor only for its shape, dtype or device.
+
+An unknown function counts as sharing memory, drawing random numbers and having effects, but as writing none of its
+arguments. The sources are asked in this order: opaque regions and observed effects, short lists of names, operator
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +120,12 @@ def returns_written(program: Program, node: Node) -> bool:
 
 
 def written(program: Program, node: Node) -> list[Node]:
-    """Returns the argument nodes whose memory ``node`` writes."""
+    """Returns the argument nodes whose memory ``node`` writes.
+
+    For example, ``x.add_(y)``, ``torch.add(x, y, out=x)`` and ``x[0] = y`` write x, and ``batch_norm(x, mean, var)``
+    writes mean and var, in evaluation, too: see ``written_now``. A module's own parameters and buffers do not count:
+    see ``own_writes``.
+    """
     if node.op == "call_module":
         module = program.attribute(node)
         indices = module.overwrites if isinstance(module, OpaqueCall) else [0] * bool(getattr(module, "inplace", False))
@@ -180,6 +196,7 @@ def writes_apart(program: Program, node: Node) -> bool:
 
 
 def _shared_by_module(program: Program, node: Node) -> list[Node]:
+    """Returns the arguments whose memory the result of a module's call may share."""
     if node.name in program.effects:
         operands = nodes_in((node.args, node.kwargs))
         return [operands[index] for index in program.effects[node.name].shares]
@@ -294,6 +311,7 @@ def _overloads(node: Node) -> list[OpOverload]:
 
 @cache
 def _named(name: str) -> list[OpOverload]:
+    """Returns all overloads of the ATen operator of a name; empty if there is none."""
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, OpOverloadPacket):
         return []

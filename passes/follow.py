@@ -1,5 +1,17 @@
 """Follow: cuts a later capture of a model like the first capture: a stage keeps its modules and parameters, whichever
 of them another kind of batch runs. A stage whose modules do not run is idle.
+
+Takes: a later ``Program``, the first one with its stages, and the units that no cut may separate. Gives: ``stage_of``
+for the later program, with the first program's numbers.
+
+1. For each unit, find the stages that it may be in: the stages that hold its parameters, run its submodule, and are
+   behind its boundaries.
+2. From the last unit to the first: a unit is no later than its users.
+3. From the first to the last: a unit takes the stage of its counterpart in the first capture if this fits, else the
+   first stage that fits, and is no earlier than its inputs.
+4. A parameter that a stage reads without holding it is read and sent by a stage that holds it.
+
+Where no stage fits all rules, order is kept, and ``chain.check`` or the plan refuses what is then wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +53,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         allowed[unit] = allowed[unit] & may or {max(min(allowed[unit]), min(may))}
         if node in counterpart:
             stage_before[unit] = counterpart[node]
-    # 2. A unit's stage is no later than its users' stages, and no earlier than its inputs' stages.
+    # 2. and 3. A unit's stage is no later than its users' stages, and no earlier than its inputs' stages.
     last: dict[Node, int] = {}
     for unit, users in reversed(after.items()):
         last[unit] = min([max(allowed[unit]), *(last[user] for user in users)])
@@ -51,6 +63,7 @@ def follow(program: Program, first: Program, units: Union[Node], after: dict[Nod
         stage_of[unit] = stage_before[unit] if stage_before.get(unit) in fitting else min(fitting, default=least[unit])
         least |= {user: max(least[user], stage_of[unit]) for user in users}
     program = program.replace(stage_of={node.name: stage_of[units.find(node)] for node in nodes})
+    # 4. parameters that other stages hold
     return program if any(map(gather_of, markers)) else _read_on_holders(program, owners)
 
 

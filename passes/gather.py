@@ -2,7 +2,17 @@
 
 Such a stage takes values of each micro-batch, or a whole group's values from another such stage. A value of each
 micro-batch crosses a gathering boundary, or none: inputs, and values that bypass a boundary, are gathered like the
-stage's other values."""
+stage's other values.
+
+Takes: a ``Program`` with stages. Gives: ``Program.gathered``, stage → group size and modes ("batch", "global").
+
+1. In topological order, find the values that enter each stage, through copied nodes.
+2. The stage gathers if a gathering boundary is in front of a value, or if a value is of a stage that gathers.
+3. Groups of several sizes are refused. So are single numbers, and batch norms in training, whose statistics would be of
+   groups.
+
+It changes no graph: ``split`` adds the inputs for each mode.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +48,14 @@ def gather(program: Program) -> Program:
         return program
     gathered: dict[int, Gathered] = {}
     for stage, readers in sorted(readers_of(program).items()):
+        # 1. the values that enter
         arriving = list(entering(program, stage, readers))
         # The Gathers of boundaries behind copied values, such as masks, which the stage computes itself.
         operands = [o for node in readers for o in node.all_input_nodes if made_by(o).name in program.copied]
         of_copies = [said for said, _ in map(crossed, operands) if said is not None]
         said = [arrival.gather for arrival in arriving if arrival.gather is not None] + of_copies
         sources = [gathered.get(program.stage_of.get(arrival.value.name, -1)) for arrival in arriving]
+        # 2. and 3. does it gather, and in which groups
         groups = {gathering.group for gathering in [*said, *sources] if gathering is not None}
         if not groups:
             continue
@@ -161,6 +173,7 @@ def _batch_norm(program: Program, node: Node) -> str | None:
 
 
 def _fail(program: Program, stage: int, fact: str) -> NoReturn:
+    """Raises the PartitionError with the stage's name and the fact."""
     names = program.stage_names
     name = names[stage] if names else stage
     raise PartitionError(f"stage {name!r}, which runs once for a group of micro-batches, {fact}")

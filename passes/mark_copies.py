@@ -1,4 +1,14 @@
-"""Mark copies: finds the nodes that each stage computes for itself, such as masks and ``logit_scale.exp()``."""
+"""Mark copies: finds the nodes that each stage computes for itself, such as masks and ``logit_scale.exp()``.
+
+Takes: a ``Program`` with ``written``. Gives: ``Program.copied``, the names of these nodes. They belong to no stage, and
+cross no boundary: each stage that uses one has a copy.
+
+A node is copied if it depends on inputs alone, on parameters alone, or on neither, draws no random numbers and shares
+no memory that is written. For example, in ``x + mask.unsqueeze(1)`` with inputs x and mask, unsqueeze and add are
+copied. In ``self.up(x) + mask.unsqueeze(1)`` only unsqueeze is: ``up`` depends on an input and on parameters.
+
+A copy costs its computation in each stage that uses it, and saves a message.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +44,7 @@ def mark_copies(program: Program) -> Program:
 
 
 def _kind(program: Program, target: str) -> frozenset[str]:
+    """Whether a ``get_attr`` node is a "parameter", counts as an "input" (a buffer), or is neither (a constant)."""
     if target in program.constants:
         return frozenset()
     return frozenset({"parameter" if isinstance(program.attribute(target), nn.Parameter) else "input"})

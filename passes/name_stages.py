@@ -1,4 +1,12 @@
-"""Name stages: names a stage after the earliest named boundary that opens it, or else its largest submodule."""
+"""Name stages: names a stage after the earliest named boundary that opens it, or else its largest submodule.
+
+Takes: a ``Program`` with ``stage_of``. Gives: ``Program.stage_names``, a different name for each stage.
+
+1. A later capture has the names of the first.
+2. The name is of the earliest named boundary in front of the stage's values; or of the submodule with most parameters
+   among those that run in this stage only; or "stage3".
+3. Equal names are numbered: tower, tower_2, tower_3.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +22,16 @@ from fxpipe.passes.gather import readers_of
 
 def name_stages(program: Program) -> Program:
     """Fills ``Program.stage_names``; equal names are numbered: tower, tower_2, tower_3."""
+    # 1. the first capture's names
     if program.first is not None:
         return program.replace(stage_names=program.first.stage_names)
     members, stages_in, opened = readers_of(program), stages_inside(program), _opened(program)
+    # 2. a boundary's, a submodule's or a number's name
     names = [
         opened.get(stage) or _greatest_submodule(program, members[stage], stages_in) or f"stage{stage}"
         for stage in range(len(members))
     ]
+    # 3. numbered where equal
     unique: list[str] = []
     for name in names:
         numbered = (f"{name}_{count}" for count in itertools.count(2))

@@ -2,6 +2,14 @@
 
 A write such as ``mask[i] = 1`` returns nothing, and no node of the graph depends on it: a pass that follows edges would
 put it into the wrong stage. After this pass, edges express the order of writes and reads.
+
+Takes: a ``Program``. Gives: a ``Program`` with its own graph. For example::
+
+    %setitem = setitem(%mask, 0, 1)        →   %setitem_written = fxpipe.setitem(%mask, 0, 1)
+    %y = add(%x, %mask)                    →   %y = add(%x, %setitem_written)
+
+fxpipe's ``setitem`` returns the tensor that it has written; ``x.add_(1)`` returns it anyway. Reads before the write
+keep the old name.
 """
 
 from __future__ import annotations

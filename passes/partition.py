@@ -1,4 +1,6 @@
-"""Partition: assigns each node to a stage, by this rule:
+"""Partition: assigns each node to a stage.
+
+Takes: a ``Program`` with ``written`` and ``copied``. Gives: ``Program.stage_of``, node's name → stage, by this rule:
 
 1. Inputs, parameters, buffers, values behind a boundary, and copied nodes connect no other nodes.
 2. An edge u→v without a boundary on it is also cut if it bypasses a boundary: u is before the boundary, v behind it.
@@ -6,10 +8,19 @@
    sets of downstream boundaries differ, so that code moves to the side of its consumers; repeat while a cycle remains.
 4. The pieces are the stages, in topological order, ties in program order.
 
+For example, a and b have boundaries behind them, and c uses both::
+
+    x ── a ──┃── c          stage 0: a    stage 1: b    stage 2: c
+    y ── b ──┃──┘
+
+A skip connection from a to c that crosses no boundary is cut by 2, as it bypasses the boundary behind a.
+
 An assertion, and a node that only assertions use, runs with the latest value that it reads, on that value's side of a
 boundary, and never forms its own stage.
 
 The iteration ends, since every edge between fully separated pieces strictly shrinks the set of downstream boundaries.
+Each round costs about as much as the graph has edges. A later capture is not cut by this rule, but as the first one was
+(``follow``). The pass does not balance stages: a search does that in its place, with ``blocks``.
 """
 
 from __future__ import annotations
@@ -47,7 +58,8 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(frozen=True)
 class _FlowEdge:
-    """A value that ``source`` computes and ``target`` uses; ``marked``: through a boundary."""
+    """A value that ``source`` computes and ``target`` uses; ``marked``: through a boundary. Both are nodes to be
+    placed."""
 
     source: Node
     target: Node
@@ -133,6 +145,8 @@ class _Flow:
                 self._add_node(node, [self._resolve(operand) for operand in node.all_input_nodes])
 
     def _join_written(self, program: Program) -> None:
+        """Joins the nodes that share written memory, and the readers of written parameters, buffers and private
+        copies."""
         by_name = {node.name: node for node in program.nodes}
         for group in program.written:
             members = [by_name[name] for name in sorted(group)]
@@ -146,8 +160,8 @@ class _Flow:
     def join_readers_of_written(self, program: Program) -> None:
         """Joins readers that must run in the same stage as a write.
 
-        A value leaves its stage in its final state, and an input arrives as in the batch: a node that reads the value
-        from before a write, or the written input by an older name, stays with the write.
+        A value leaves its stage in its final state, and an input arrives as in the batch. So a node that reads the
+        value from before a write, or the written input by an older name, stays with the write.
         """
         for edge, _ in reads_before_writes(program, self.edges):
             self.units.join(edge.source, edge.target)
@@ -166,6 +180,7 @@ class _Flow:
             self.units.join(*component)
 
     def _join(self, nodes: list[Node]) -> None:
+        """Joins the nodes among these that are to be placed."""
         placed = [node for node in nodes if node in self.units]
         if placed:
             self.units.join(*placed)
@@ -176,6 +191,8 @@ class _Flow:
         return maker, self._behind.get(maker, frozenset()).union(passed(value))
 
     def _add_boundary(self, marker: Node) -> None:
+        """Adds a boundary to the arrows. PartitionError for one that marks only values that each stage computes
+        itself."""
         marked = [self._resolve(operand) for operand in marker.all_input_nodes]
         is_first = self._is_first and gather_of(marker) is None
         if is_first and not any(source in self.units for source, _ in marked):
@@ -187,6 +204,8 @@ class _Flow:
         self._add_arrows(marker, marked)
 
     def _add_node(self, node: Node, operands: list[tuple[Node, frozenset[Node]]]) -> None:
+        """Adds a node's edges and arrows, or joins it: an assertion to its latest input, a shape query to its
+        tensor."""
         sources = [source for source, _ in operands if source in self.units]
         behind = frozenset[Node]().union(*(crossed for _, crossed in operands))
         if node in self._checks and sources:
@@ -218,7 +237,10 @@ class _Flow:
         return users
 
     def boundaries(self, ahead: bool) -> dict[Node, int]:
-        """Returns unit → the bits of the boundaries ``ahead`` of the unit, or of those that it is behind."""
+        """Returns unit → the bits of the boundaries ``ahead`` of the unit, or of the boundaries that it is behind.
+
+        A fixed point over the arrows, in program order. One round suffices unless a unit spans much of the program.
+        """
         arrows = [(after, before) for before, after in reversed(self._arrows)] if ahead else self._arrows
         unit = {node: self.units.find(node) for node in self.nodes}
         bits = dict.fromkeys(unit.values(), 0)
@@ -293,7 +315,11 @@ def _writes(program: Program) -> dict[str, list[Node]]:
 
 
 def components(after: dict[T, set[T]]) -> list[list[T]]:
-    """Returns the strongly connected components, by the two walks of Kosaraju and Sharir (1981)."""
+    """Returns the strongly connected components, by the two walks of Kosaraju and Sharir (1981). Linear in nodes and
+    edges.
+
+    ``after``: node → the nodes behind it. A component of one node is no cycle.
+    """
     before: dict[T, list[T]] = {node: [] for node in after}
     for node, targets in after.items():
         for target in targets:

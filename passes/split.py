@@ -1,4 +1,26 @@
-"""Split: cuts a partitioned program into a graph of stages, each with its own fx graph."""
+"""Split: cuts a partitioned program into a graph of stages, each with its own fx graph.
+
+Takes: a ``Program`` in which each node has a stage or is copied. Gives: a ``StageGraph``, whose stages have code,
+inputs, outputs, tensors, and facts for running them.
+
+1. ``_WholeProgram`` finds the uses of each value over all stages.
+2. For each stage, ``_Builder`` copies the nodes that it needs, in program order: its own, and copied nodes that these
+   depend on.
+3. Values from other stages become placeholders, and values for other stages become outputs. If only a size of an input
+   is needed, the stage gets the number.
+4. A stage gets a private copy of a value that it writes. A value that shares a written buffer is copied where it
+   leaves.
+5. Changes of grad mode and autocast become calls in the graph.
+6. Stages whose messages may change from step to step are marked (``varies``).
+
+For example, ``b = relu(a); c = b * b`` with a boundary behind b::
+
+    stage 0   a → relu → output(relu)
+    stage 1   placeholder(relu) → mul(relu, relu) → output(mul)
+
+The order of nodes stays, so that autograd sums gradients in the order of the whole program, with the same bits. It does
+not decide where to cut, and places no stage on a rank.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +62,22 @@ from fxpipe.stage.stage_calls import check_shapes
 
 
 def split(program: Program) -> StageGraph:
-    """Returns the StageGraph of a program with stages. The stage that computes a value sends it to each user stage."""
+    """Returns the StageGraph of a program with stages. The stage that computes a value sends it to each user stage.
+
+    PartitionError if a boundary gathers and the pass ``gather`` did not run, if the result depends on no stage, or if
+    opaque regions of two stages use the same changing attribute.
+    """
     if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
         raise PartitionError(
             "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
         )
     _check_attributes(program)
+    # 1. uses over all stages
     whole = _WholeProgram(program)
     stages: list[Stage] = []
     first = {whole.stage_of(node): node for node in reversed(whole.nodes)}
     for index, name in enumerate(program.stage_names):
+        # 2. to 5. one stage after another
         builder, node = _Builder(whole, index), first.get(index) if name == f"stage{index}" else None
         module, is_last = builder.graph_module(), index == whole.output_stage
         stages.append(
@@ -70,7 +98,7 @@ def split(program: Program) -> StageGraph:
                 begins="" if node is None else described(node) + where(node),
             )
         )
-    stages = varying_marked(program, stages)
+    stages = varying_marked(program, stages)  # 6. messages that may change
     lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
@@ -165,6 +193,7 @@ class _WholeProgram:
         return frozenset(node.name for node in self.nodes if memory.find(node) in roots)
 
     def stage_of(self, node: Node) -> int | None:
+        """The stage of a node; None for inputs, tensors of the model, and copied nodes."""
         return self.program.stage_of.get(node.name)
 
     def edges_from(self, value: Node) -> dict[int, Node]:
@@ -175,7 +204,11 @@ class _WholeProgram:
 
 
 class _Builder:
-    """Builds a stage's graph in program order, so that autograd works as in the whole program."""
+    """Builds a stage's graph in program order, so that autograd works as in the whole program.
+
+    The constructor builds all of it. Afterwards ``inputs``, ``ways`` and ``sent`` say what the stage takes and gives,
+    and ``graph_module`` has the code.
+    """
 
     def __init__(self, whole: _WholeProgram, stage: int) -> None:
         self._whole, self._program, self._stage = whole, whole.program, stage
@@ -344,6 +377,7 @@ class _Builder:
             self._entered = self._graph.call_function(enter_modes, (wanted.grad, regions))
 
     def _read(self, reader: Node, operand: Node) -> Node:
+        """The built node for an operand: in the reader's mode, and as it is now if its memory is written."""
         value = made_by(operand)
         key = reader, value, crossed(operand)[0]
         if key in self._way_of:
@@ -360,6 +394,7 @@ class _Builder:
         return self._as_now[value]
 
     def _add_output(self) -> None:
+        """Leaves the last modes, and adds the output: the sent values in order of their edges, then the result."""
         self._change_modes(None)
         values: list[Any] = [self._handed_off.get(edge) or self._now(value) for edge, value in self.sent.items()]
         if self._stage == self._whole.output_stage:
@@ -398,22 +433,24 @@ def _note_parts(module: nn.Module) -> None:
 def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     """Returns the stages with ``varies`` set.
 
-    A stage varies if it holds an opaque region with varying results, or code that draws from generators of Python,
-    NumPy or the model's own. Stages behind it vary if they compute values whose sizes come from the region, or of any
-    size if sizes are unknown, or if they train nothing, so that their outputs require a gradient only if their inputs
-    do. Stages before it vary, since the region may use their values in some steps only, and otherwise sends no gradient
-    back.
+    1. A stage varies if it holds an opaque region with varying results, or code that draws from generators of Python,
+       NumPy or the model's own.
+    2. Stages before it vary: the region may use their values in some steps only, and otherwise sends no gradient back.
+    3. Stages behind it vary if they compute values whose sizes come from the region, or of any size if sizes are
+       unknown.
+    4. Stages behind it also vary if they train nothing: their outputs require a gradient only if their inputs do.
     """
     opaque = {node: opaque_calls(program.opaque.get(str(node.target))) for node in program.nodes}
     draws = {name for name, effects in program.effects.items() if effects.generators}
     regions = [node for node, calls in opaque.items() if node.name in draws or any(call.varies for call in calls)]
+    # 1. the regions themselves
     own = {program.stage_of[node.name] for node in regions}
     varying, behind, unsure = set(own), set(own), set(own)
-    # Before a region, backwards along the edges: only the step shows whether a gradient comes back.
+    # 2. Before a region, backwards along the edges: only the step shows whether a gradient comes back.
     for stage in reversed(stages):
         if any(edge.target in varying for edge in stage.outputs):
             varying.add(stage.index)
-    # Behind a region: sizes that the region returns change from step to step.
+    # 3. Behind a region: sizes that the region returns change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.nodes}
     for stage in stages if program.tracer == "symbolic" or symbols else ():
@@ -421,7 +458,7 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
             behind.add(stage.index)
             if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
                 varying.add(stage.index)
-    # A stage that trains nothing passes on whether its input needs a gradient.
+    # 4. A stage that trains nothing passes on whether its input needs a gradient.
     for stage in stages:
         takes_unsure = any(isinstance(entry, Edge) and entry.source in unsure for entry in stage.inputs)
         if takes_unsure and not any(parameter.requires_grad for parameter in stage.parameters.values()):

@@ -1,4 +1,8 @@
-"""Union-find over hashable items."""
+"""Union-find over hashable items.
+
+Takes: items. Gives: disjoint groups of them, which only grow. ``find`` shortens the paths that it walks, so that a
+sequence of calls is nearly linear. The representative of a group is known to callers: ``join`` keeps the first item's.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ class Union(Generic[T]):
             self._parent[self.find(other)] = self.find(item)
 
     def same(self, item: T, other: T) -> bool:
+        """Whether two items are in one group."""
         return self.find(item) == self.find(other)
 
     def groups(self) -> list[list[T]]:

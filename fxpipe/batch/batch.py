@@ -1,4 +1,18 @@
-"""Batch: the description and the counts of a call's inputs, and their split into micro-batches."""
+"""Batch: the description and the counts of a call's inputs, and their split into micro-batches.
+
+Takes: the merged descriptions of all ranks, the counts of packed inputs, and ``batch_dim=``. Gives: ``Batch``, equal on
+all ranks; ``split`` applies it to one rank's inputs.
+
+1. The inputs with rows must agree on their number.
+2. The rows are divided over the micro-batches, as ``torch.tensor_split`` does: 10 rows in 4 micro-batches are 3, 3, 2,
+   2.
+3. A packed input is divided where the rows are: a micro-batch takes the counts of its own rows.
+4. Each input is split by its rule; inputs without rows go to every micro-batch.
+
+For example, 4 rows with 1, 2, 1 and 3 images, in 2 micro-batches: rows 2 and 2, images 3 and 4.
+
+It decides sizes from descriptions alone, before any tensor is split, so that all ranks decide the same.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +53,21 @@ class Batch:
         microbatches: int | None,
         may_be_fewer: bool = False,
     ) -> Batch:
-        """A call's batch. RunError if its inputs contradict each other, or have too few rows.
+        """A call's batch.
 
-        ``microbatches``: the number of micro-batches; None if ``descriptions`` are micro-batches. ``may_be_fewer``: a
-        batch with fewer rows is split into single rows.
+        Args:
+            descriptions: one, merged over the ranks; or one for each micro-batch.
+            counts: for each description, the counts of packed inputs.
+            batch_dim: where inputs have their rows.
+            microbatches: the number of micro-batches; None if ``descriptions`` are micro-batches.
+            may_be_fewer: a batch with fewer rows is split into single rows.
+
+        Raises:
+            RunError: inputs contradict each other, or the batch has too few rows.
         """
+        # 1. the rows of the inputs
         rows = [row_count(each, batch_dim, numbers) for each, numbers in zip(descriptions, counts, strict=True)]
+        # 2. the rows of each micro-batch
         if microbatches is None:
             sizes = tuple(1 if count is None else count for count in rows)
         else:
@@ -66,15 +89,20 @@ class Batch:
             elif isinstance(rule.counts, int):
                 sizes[path] = tuple(rule.counts * size for size in own)
             elif path in self.counts:
-                # A micro-batch takes the counts of its own rows, which are consecutive.
+                # 3. A micro-batch takes the counts of its own rows, which are consecutive.
                 ends = zip(accumulate(own), own, strict=True)
                 sizes[path] = tuple(sum(self.counts[path][end - size : end]) for end, size in ends)
         return sizes
 
     def split(self, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Splits a rank's inputs into micro-batches."""
+        """Splits a rank's inputs into micro-batches: input's name → its part, for each micro-batch.
+
+        Parts of tensors are views of the rank's tensors. ``inputs``: one dict for a batch; for micro-batches of the
+        user's own one dict each, which are returned as copies.
+        """
         if not self.is_whole:
             return [dict(part) for part in inputs]
+        # 4. split each input by its rule
         rules = {name: rule_of(self.batch_dim, name, value) for name, value in inputs[0].items()}
         columns = {name: rule.split(inputs[0][name], self.part_sizes) for name, rule in rules.items()}
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]

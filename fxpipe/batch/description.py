@@ -1,4 +1,19 @@
-"""Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other."""
+"""Descriptions: a call's inputs without their tensors' numbers, in the form that ranks send to each other.
+
+Takes: the arguments of a call. Gives: ``Description``, (name, ``InputDescription``) for each input, which compares
+equal for inputs of one kind.
+
+1. ``bind`` gives each argument its name.
+2. ``described`` sorts an input into one of three kinds. "none" is None. "fixed" is a value on which code may branch,
+   such as a bool or a string. "input" is anything else.
+3. In an "input", a tensor becomes a ``TensorSpec`` (shape, strides, dtype, device). A number becomes its type, or, if
+   ``exact``, its value, too. An object becomes an ``ObjectValue`` or ``ObjectSpec``.
+4. ``merge`` joins the descriptions of a pipe group's ranks: a rank may pass None for an input that it does not read.
+
+For example, ``{"x": zeros(8, 3), "flag": True, "extra": None}`` has the kinds input, fixed and none.
+
+It reads no number of a tensor, so it does not wait for a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +55,7 @@ class InputDescription:
 
     @property
     def tensors(self) -> list[TensorSpec]:
+        """The descriptions of the tensors in an "input", in order; empty for other kinds."""
         leaves = self.detail[1] if self.kind == "input" else ()
         return [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
 
@@ -61,6 +77,7 @@ class InputDescription:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of these tensors."""
         return [tensor.shape for tensor in self.tensors]
 
 
@@ -72,6 +89,7 @@ def bind(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str,
 
     Also TypeError for inputs that ``*args`` takes, since these inputs have no names.
     """
+    # 1. names for positional arguments, too
     bound = signature.bind_partial(*args, **kwargs).arguments
     values: dict[str, Any] = {}
     for name, value in bound.items():
@@ -121,11 +139,12 @@ def describe(
 
 def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = None) -> InputDescription:
     """The description of an input, whose tensors may already be ``TensorSpec``."""
+    # 2. the kind
     if value is None:
         return InputDescription("none")
     if type(value) in _FIXED:
         return InputDescription("fixed", value)
-    # ``detail`` has all facts on which a capture may depend, and is compared; ``spec`` is split as the input is.
+    # 3. ``detail`` has all facts on which a capture may depend, and is compared; ``spec`` is split as the input is.
     leaves, tree = pytree.tree_flatten(value)
     specs = [_spec(leaf, objects) for leaf in leaves]
     if tree.is_leaf() and isinstance(specs[0], ObjectValue):
@@ -142,6 +161,7 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
 
 
 def _spec(leaf: Any, objects: dict[ObjectValue, Any] | None) -> Any:
+    """The stand-in of a leaf; itself for a plain value. Adds objects to ``objects``, by their stand-ins."""
     if isinstance(leaf, Tensor):
         return TensorSpec.from_tensor(leaf)
     # NumPy numbers are described as Python numbers
@@ -206,7 +226,7 @@ def check_objects(description: Description) -> None:
 
 def merge(descriptions: Sequence[Description]) -> Description:
     """The merged description of the inputs of a pipe group's ranks. RunError if the inputs of two ranks differ."""
-    # A rank may pass None for an input that its stages do not read.
+    # 4. A rank may pass None for an input that its stages do not read.
     merged: dict[str, tuple[int, InputDescription]] = {}
     for rank, description in enumerate(descriptions):
         for name, entry in description:

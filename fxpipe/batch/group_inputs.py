@@ -1,4 +1,19 @@
-"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients."""
+"""Group inputs: the inputs of a stage that runs once for a group of micro-batches, and their gradients.
+
+Takes: the parts that micro-batches sent to such a stage. Gives: one value of the group for the stage's forward, with a
+``Joined`` that says how it was made; and in backward the gradient of each part.
+
+1. The row dimension of each leaf is found: from the captured places, or by its size in all parts.
+2. The parts are concatenated along it. An input without rows must be equal in all parts; a stage's value without rows
+   is refused.
+3. For ``gather="global"`` an all-gather adds the rows of the other replicas, padded to the longest.
+4. In backward, the gradient is split again. For "global", a reduce-scatter first sums it over the replicas.
+
+For example, parts of 2 and 3 rows on two replicas with 5 and 4 rows give a value of 9 rows; each replica gets back the
+gradient of its own rows.
+
+All replicas check before any of them starts a collective.
+"""
 
 from __future__ import annotations
 
@@ -113,14 +128,14 @@ class GroupInputs:
         flat = [pytree.tree_flatten(part) for part in parts]
         leaves, dims, likes = list[Any](), list[int | None](), list[Tensor | None]()
         for number, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            dim = dim_of(number, column)
-            leaf = _in_a_row(text, column, dim)
+            dim = dim_of(number, column)  # 1. its row dimension
+            leaf = _in_a_row(text, column, dim)  # 2. the concatenated parts
             gets_gradient = isinstance(leaf, Tensor) and leaf.requires_grad
             leaves.append(leaf)
             dims.append(dim)
             # An expanded zero has the leaf's shape, type and device, and takes no memory.
             likes.append(leaf.new_zeros(()).expand(leaf.shape) if gets_gradient else None)
-        # All replicas check before any replica starts a collective that the others would not join.
+        # 3. All replicas check before any replica starts a collective that the others would not join.
         if everyone:
             self._check_alike(text, leaves, dims)
             pairs = zip(leaves, dims, strict=True)
@@ -129,9 +144,15 @@ class GroupInputs:
         return pytree.tree_unflatten(leaves, spec), Joined(dims, likes, spec, rows, everyone)
 
     def cut(self, joined: Joined, gradient: Any) -> list[Any]:
-        """The gradient of each part. If the value has all replicas' rows, a collective call sums their gradients."""
+        """The gradient of each part; None for a part without one.
+
+        If the value has all replicas' rows, a collective call sums their gradients: then each replica calls this, also
+        without a gradient of its own. The adjoint of an all-gather is a reduce-scatter: a replica's part is the
+        gradient of the sum of all replicas' losses.
+        """
         leaves: list[Any] = [None] * len(joined.dims) if gradient is None else pytree.tree_leaves(gradient)
         nothing: list[Any] = [None] * len(joined.rows)
+        # 4. sum over replicas, and split
         columns = []
         for leaf, like, dim in zip(leaves, joined.likes, joined.dims, strict=True):
             if like is None or dim is None:
@@ -185,6 +206,7 @@ class GroupInputs:
             )
 
     def _of_everyone(self, tensor: Tensor, dim: int, everyone: Sequence[int]) -> Tensor:
+        """The tensor with the rows of all replicas, in their order. A collective call of the replicas."""
         padded = _padded(tensor.detach(), dim, max(everyone))
         mine = padded.flatten().view(torch.uint8)
         output = mine.new_empty(len(everyone) * mine.numel())
@@ -207,6 +229,7 @@ class GroupInputs:
         return total[:own].movedim(0, dim)
 
     def _perform(self, operation: str, output: Tensor, source: Tensor) -> None:
+        """Runs a collective over the replicas, and waits for it."""
         self._transport.start([Collective(operation, SCOPE, output, source)], "what a stage gathers").wait()
 
 

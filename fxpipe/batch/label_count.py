@@ -1,9 +1,12 @@
 """Label count: ``num_items_in_batch``, by which Hugging Face's losses divide instead of a micro-batch's own labels.
 
 Let N be the labels in the whole batch, over all micro-batches and replicas, and wᵢ the weight of micro-batch i's loss.
-Micro-batch i gets N·wᵢ: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is.
-A loss that is not divided by the number (a mean over rows, an auxiliary loss, any loss of a model that ignores it)
+Micro-batch i gets N·wᵢ: Σ wᵢ · (totalᵢ / (N·wᵢ)) = Σ totalᵢ / N, the whole batch's mean, wherever its padding is. A
+loss that is not divided by the number (a mean over rows, an auxiliary loss, any loss of a model that ignores it)
 becomes the mean over the micro-batches. So fxpipe need not know how the model uses the number.
+
+Takes: a model, and micro-batches with labels. Gives: ``Items``, which says whether the model takes the number, counts
+labels, and adds the number to micro-batches. It sums nothing over ranks: a step does.
 """
 
 from __future__ import annotations
@@ -118,4 +121,5 @@ def with_number(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_number(number: Tensor | Real) -> Tensor:
+    """A number of items as captures have it: a 0-dimensional float32 tensor."""
     return torch.as_tensor(number).to(torch.float32)

@@ -1,4 +1,15 @@
-"""Objects among the inputs: objects that hold tensors are data, and other objects are values, as strings are."""
+"""Objects among the inputs: objects that hold tensors are data, and other objects are values, as strings are.
+
+Takes: an input's leaf that is neither a tensor nor a plain value. Gives: an ``ObjectValue``, a text that is equal for
+equal objects on all ranks; or an ``ObjectSpec``, for an object whose parts cannot all be compared.
+
+1. The object is walked: its attributes, its entries, what a function closes over, and their parts.
+2. If every part has a text (numbers, enums, classes, functions by a hash of their code), the text of the whole is its
+   value. Long texts are hashed.
+3. Otherwise it is an ``ObjectSpec``: data if it holds tensors, modules or arrays, and unknown if not.
+
+A capture is valid for one value of an object. Data is an input of stages, as tensors are.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +35,13 @@ _LONG = 200
 
 def spec_of(value: Any) -> ObjectValue | ObjectSpec:
     """The stand-in of an object that is no tensor and no plain value."""
+    # 1. and 2. walk the object, and write its text
     try:
         if any(part.parts and not part.is_entered for part in walk(value)):  # more parts than ``walk`` reads
             raise _Unknown
         text = _text_of(value, ())
     except (_Unknown, ValueError):  # ValueError: a closure's variable without a value
+        # 3. not all parts can be compared
         parts = (part.value for part in walk(value, open_reading_of))
         is_data = any(isinstance(p, (Tensor, nn.Module)) or is_array(p) for p in parts)
         attributes = getattr(value, "__dict__", {})

@@ -1,4 +1,18 @@
-"""Outputs: joins the outputs of micro-batches to the whole batch's output, and sums their numbers over replicas."""
+"""Outputs: joins the outputs of micro-batches to the whole batch's output, and sums their numbers over replicas.
+
+Takes: the output of each micro-batch, on the ranks that make it. Gives: one output, on all ranks of the pipe group.
+
+1. ``OutputRows.join`` joins outputs of the same structure, leaf by leaf. Tensors with rows are concatenated, counts
+   (integers) are added, other numbers are averaged by weight.
+2. A tensor whose rows are in no known dimension stays a list, with a tensor for each micro-batch; a line on stderr says
+   so.
+3. ``over_replicas`` sums the numbers over replicas, in one all-reduce.
+4. ``from_rank`` sends the output to the other ranks of the pipe group.
+
+For example, logits of shapes [2, 5] and [1, 5], and losses 1.0 and 4.0 with weights ⅔ and ⅓, become [3, 5] and 2.0.
+
+Rows stay on their replica: a replica's output has the rows of its own batch.
+"""
 
 from __future__ import annotations
 
@@ -108,6 +122,7 @@ class OutputRows:
         Lists with an entry for each row are joined to a single list, in ``Entries``. Tensors whose rows are neither in
         dimension 0 nor in the inputs' dimensions become a list of tensors. RunError if two dimensions may be meant.
         """
+        # 1. lists of entries first, then containers, then leaves
         first = outputs[0]
         if all(map(is_entries, outputs)) and self.are_entries(outputs, where):
             return Entries(type(first)(entry for part in outputs for entry in part))
@@ -126,6 +141,7 @@ class OutputRows:
         return pytree.tree_unflatten(joined, spec)
 
     def _join_leaf(self, column: Sequence[Any], shares: Sequence[float], where: Where) -> Any:
+        """One leaf of the whole batch's output, from this leaf of each micro-batch: see ``join``."""
         first = column[0]
         if isinstance(first, Sum):
             return Sum(torch.stack([part.total for part in column]).sum(), sum(part.count for part in column))
@@ -144,7 +160,7 @@ class OutputRows:
         if len(column) == 1:
             return first
         along = self._rows_along(column, where)
-        if along is None:
+        if along is None:  # 2. no dimension has the rows
             return Entries(list(column))
         if len({beside(part, along) for part in column}) > 1:
             raise RunError(
@@ -182,10 +198,12 @@ def without_entries(output: Any) -> Any:
 
 
 def _called(where: Where) -> str:
+    """An output's name in messages."""
     return f"output {'.'.join(map(str, where))!r}" if where else "an output"
 
 
 def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the tensors in an entry of a list."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(entry))
 
 
@@ -203,11 +221,10 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool, agreed: st
     """A replica's output with the whole batch's numbers, and the form of these numbers. A collective call of the
     replicas that have an output. ``agreed``: the form, if the replicas have agreed on it.
 
-    A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean, already
-    weighted by its share of the whole batch, so the parts add up; so do counts (integers), and the total and count of a
-    ``Sum``. ``is_of_all``: whether each replica's output is of all rows, so that counts and sums are already the whole
-    batch's.
-    RunError on all replicas if their outputs have different numbers.
+    A number, or 0-dimensional tensor, of floating-point or complex type is this replica's part of a mean. It is already
+    weighted by its share of the whole batch, so the parts add up. Counts (integers) add up, too, and so do the total
+    and count of a ``Sum``. ``is_of_all``: whether each replica's output is of all rows, so that counts and sums are
+    already the whole batch's. RunError on all replicas if their outputs have different numbers.
     """
     if transport.data_size == 1:
         return output, ""
@@ -232,7 +249,7 @@ def over_replicas(transport: Transport, output: Any, is_of_all: bool, agreed: st
         )
     if not numbers:
         return output, form
-    # A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
+    # 3. A single all-reduce for all numbers: complex128 represents each type, integers exactly up to 2^53.
     tensors = [torch.as_tensor(number).to(transport.device, torch.complex128) for number in numbers]
     message = torch.view_as_real(torch.stack(tensors))
     transport.all_reduce("data", message)
@@ -260,6 +277,7 @@ def _of_type(number: Any, total: Tensor) -> Any:
 
 def from_rank(rank: int, output: Any, transport: Transport, device: torch.device) -> Any:
     """Returns a rank's ``output`` on all ranks of its pipe group, with tensors on ``device``. A collective call."""
+    # 4. the structure, then the tensors
     meta, buffers = pack(output) if transport.pipe_rank == rank else (None, [])
     tree = transport.gather("pipe", meta.tree if meta is not None else None)[rank]
     if meta is None:

@@ -1,4 +1,11 @@
-"""Pattern: the facts of a call that a capture, and with it a plan, depends on."""
+"""Pattern: the facts of a call that a capture, and with it a plan, depends on.
+
+Takes: the descriptions of a call's micro-batches, and flags of the model. Gives: ``Pattern``, a frozen key. Two calls
+with equal patterns run the same plan.
+
+It has shapes, which tracers that need them depend on. ``for_any_shape()`` is the key without them: a plan whose
+captures are valid for any shapes is stored under this key.
+"""
 
 from __future__ import annotations
 

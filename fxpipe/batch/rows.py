@@ -1,5 +1,18 @@
 """Rows: the counts of packed inputs, as a rank reads them, the number of rows of a batch, and the rows of each
-micro-batch."""
+micro-batch.
+
+Takes: a rank's inputs, or descriptions, and ``batch_dim=``. Gives: ``counts_of`` (path of a packed input → a count for
+each row), ``row_count``, and ``split_rows``.
+
+1. A rank reads the counts from its own inputs: another input, offsets, or a function of inputs. This waits for a GPU.
+2. ``merge_counts`` joins the counts of all ranks, which must be equal.
+3. ``row_count`` asks the rule of each input for its rows. All inputs that have rows must have as many.
+4. The counts must fit: one for each row, which sum to the length of their input.
+5. ``split_rows`` divides the rows.
+
+Lists that may have an entry for each row, or all rows in each tensor, are refused: the user says which
+(``fxpipe.Packed(1)``, or 0).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +39,7 @@ Counts = Mapping[str, Numbers]
 
 def counts_of(values: Mapping[str, Any], batch_dim: BatchDim) -> dict[str, Numbers]:
     """The counts that this rank can read from its inputs. RunError for numbers that are no counts."""
+    # 1. read what this rank has
     read = {path: _read(path, rule, values, batch_dim) for path, rule in counted(batch_dim).items()}
     return {path: numbers for path, numbers in read.items() if numbers is not None}
 
@@ -37,6 +51,8 @@ def check_cut(values: Mapping[str, Any], batch_dim: BatchDim) -> None:
 
 
 def _read(path: str, rule: Packed | Offsets, values: Mapping[str, Any], batch_dim: BatchDim) -> Numbers | None:
+    """The counts of one packed input; None if they are one number for all rows, or if this rank lacks what they are
+    read from."""
     if isinstance(rule, Offsets):
         return _lengths(path, _at(values, path))
     if isinstance(rule.counts, int):
@@ -102,6 +118,7 @@ def _lengths(path: str, offsets: Any) -> Numbers | None:
 
 def merge_counts(everyone: Sequence[Counts]) -> Counts:
     """The merged counts of all ranks of a pipe group; RunError if the counts of two ranks differ."""
+    # 2. of all ranks
     merged: dict[str, tuple[int, Numbers]] = {}
     for rank, counts in enumerate(everyone):
         for path, numbers in counts.items():
@@ -132,7 +149,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
 
     RunError if inputs have different numbers of rows, or counts do not fit their input.
     """
-    # All inputs with rows, and all counts for the batch's rows, must give the same number of rows.
+    # 3. All inputs with rows, and all counts for the batch's rows, must give the same number of rows.
     rules = rules_in(description, batch_dim)
     lengths = {path: rule.length(spec) for path, (rule, spec) in rules.items()}
     by_input = {path: rules[path][0].rows(length) for path, length in lengths.items() if length is not None}
@@ -154,7 +171,7 @@ def row_count(description: Description, batch_dim: BatchDim, counts: Counts | No
             "batch_dim={'name': fxpipe.Packed(counts)}"
         )
     number = next(iter(rows.values()), None)
-    if counts is not None:
+    if counts is not None:  # 4. do the counts fit
         _check_counts(lengths, number, counts, batch_dim)
     return number
 
@@ -193,6 +210,7 @@ def whole_lists(description: Description, batch_dim: BatchDim, rows: int) -> lis
 
 
 def _is_named(path: str, batch_dim: BatchDim) -> bool:
+    """Whether ``batch_dim`` has an entry for a path."""
     rule: Any = batch_dim
     for name in path.split("."):
         if not isinstance(rule, Mapping) or name not in rule:
@@ -236,6 +254,7 @@ def _check_counts(lengths: Mapping[str, int | None], rows: int | None, counts: C
 
 
 def _numbers_of(path: str, rule: Packed | Offsets, rows: int, counts: Counts) -> Sequence[int]:
+    """The counts of a packed input for so many rows. RunError if no rank could read them."""
     if isinstance(rule, Packed) and isinstance(rule.counts, int):
         return (rule.counts,) * rows
     if path in counts:
@@ -251,7 +270,13 @@ def _numbers_of(path: str, rule: Packed | Offsets, rows: int, counts: Counts) ->
 
 
 def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
-    """The rows of each micro-batch, cut as by ``torch.tensor_split``; 1 each if no input has rows."""
+    """The rows of each micro-batch, cut as by ``torch.tensor_split``; 1 each if no input has rows.
+
+    RunError for 0 rows, and for fewer rows than micro-batches.
+
+    >>> split_rows(10, 4)
+    (3, 3, 2, 2)
+    """
     if rows is None:
         return (1,) * microbatches
     if not rows:
@@ -263,4 +288,5 @@ def split_rows(rows: int | None, microbatches: int) -> tuple[int, ...]:
             f"a batch of {rows} rows cannot be cut into {microbatches} micro-batches; "
             f"pass at least {microbatches} rows, or compile with microbatches={rows}"
         )
+    # 5. the first micro-batches take the rest
     return tuple(rows // microbatches + (number < rows % microbatches) for number in range(microbatches))

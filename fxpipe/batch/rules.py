@@ -1,4 +1,20 @@
-"""Rules: count the rows of an input, split the input into micro-batches, and join them again, by ``batch_dim``."""
+"""Rules: count the rows of an input, split the input into micro-batches, and join them again, by ``batch_dim``.
+
+Takes: an input's entry in ``batch_dim`` and its value. Gives: a rule, an object with five methods: ``check``,
+``length``, ``rows``, ``split`` and ``join``.
+
+The entry in ``batch_dim`` decides the rule:
+
+- None: ``NotSplit``, one value for all micro-batches.
+- A dimension (0 by default): ``InRows``, tensors with the batch's rows in this dimension.
+- ``Packed``: ``InPackedRows``, tensors with a counted number of rows for each row of the batch.
+- ``Packed``, and the input is a list: ``InEntries``, a counted number of entries for each row of the batch.
+- ``Offsets``: ``ByOffsets``, the n + 1 offsets of n sequences.
+- A dict: ``InDict``, a dict with a rule for each of its values.
+
+``split`` and ``join`` work on tensors and on their descriptions alike, so that ranks can split a description. ``join``
+undoes ``split``. A rule knows one input; ``rows`` compares several.
+"""
 
 from __future__ import annotations
 
@@ -103,6 +119,8 @@ class InRows(NotSplit):
         return [pytree.tree_unflatten([column[i] for column in columns], spec) for i in range(len(own))]
 
     def _split_leaf(self, leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
+        """The parts of a leaf with these sizes. A number, and a tensor without dimensions, is a part of every
+        micro-batch."""
         if isinstance(leaf, TensorSpec):
             return [leaf.of_size(self.dim, size) for size in sizes]
         if (block_rows := block_mask_rows(leaf) or 1) > 1:
@@ -117,6 +135,7 @@ class InRows(NotSplit):
         return pytree.tree_map(self._join_leaves, *parts)
 
     def _join_leaves(self, *leaves: Any) -> Any:
+        """The concatenation of a leaf's parts; the first part for a leaf without rows."""
         first = leaves[0]
         if isinstance(first, TensorSpec) and first.shape:
             return first.resized(self.dim, sum(leaf.shape[self.dim] for leaf in leaves))
@@ -230,6 +249,7 @@ def rule_of(batch_dim: BatchDim, name: str, value: Any) -> NotSplit:
 
 
 def _rule_of(path: str, rule: Rule, value: Any) -> NotSplit:
+    """The rule at a path, for its entry in ``batch_dim``: see the table of the module."""
     if value is None or rule is None:
         return NotSplit(path)
     if isinstance(rule, Mapping):

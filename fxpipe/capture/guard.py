@@ -188,7 +188,14 @@ def kind_of(batch: Pattern, shape: Description | None) -> KindKey:
 
 @dataclass(frozen=True)
 class Family:
-    """The captures of one kind of micro-batch, and the sizes in which its micro-batches were seen to differ."""
+    """The captures of one kind of micro-batch, and the sizes in which its micro-batches were seen to differ.
+
+    1. The first shape of a family is captured with its sizes as numbers.
+    2. The second shape shows which dimensions vary. These stay symbolic in its capture, and in all later captures.
+    3. A later shape first looks for a capture of the family that is valid for it (``holding``).
+
+    A value: ``with_captured`` returns a new one.
+    """
 
     captured: tuple[Captured, ...] = ()
     """In the order in which they were made."""
@@ -199,6 +206,7 @@ class Family:
 
     def free(self, shape: Description) -> frozenset[Place]:
         """The dimensions of a new shape to be kept symbolic: they vary, and their size in the shape is not 1."""
+        # 2. vary now, or have varied before
         sizes = ((name, index, enumerate(like.shape)) for name, index, like in tensors_of(shape))
         large = {(name, index, dim) for name, index, dims in sizes for dim, size in dims if size > 1}
         return varying(shape, self.latest) | (self.varying & large)
@@ -210,6 +218,7 @@ class Family:
 
     def holding(self, batch: Pattern) -> Captured | None:
         """The capture that is valid for a micro-batch: the latest for many sizes, or else for its sizes."""
+        # 3. symbolic sizes first
         general = (each for each in reversed(self.captured) if each.guard.sizes and each.guard.sizes.holds_for)
         valid = (each for each in chain(general, self.captured) if each.guard.holds(batch))
         return next(valid, None)

@@ -52,9 +52,10 @@ class _Refused(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class ContextCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches a stage's forward on a rank that has some positions of each row.
 
-    ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone. It refuses a
-    convolution along positions with padding in any case, since the padding lies where other ranks' positions are, an
-    embedding of positions that forward counts itself, and a table of positions that is read from its first row.
+    ``check`` refuses attention in a forward that met none of them: it saw this rank's positions alone. It always
+    refuses a convolution along positions with padding, since the padding lies where other ranks' positions are. It also
+    refuses an embedding of positions that forward counts itself, and a table of positions that is read from its first
+    row.
     """
 
     supports_higher_order_operators = True

@@ -399,7 +399,7 @@ def _pickled(fn: Callable[..., Any], args: tuple[object, ...]) -> bytes:
 
 
 class _Outcome(NamedTuple):
-    """The result of ``fn``, or why and when ``fn`` failed: the earliest failure causes those of other ranks."""
+    """The result of ``fn``, or why and when ``fn`` failed: the earliest failure causes the others."""
 
     result: Any = None
     reason: str = ""

@@ -245,7 +245,7 @@ class Topology(Tabular):
     def groups(self, axis: str) -> list[list[int]]:
         """Returns the groups of ``axis``: ascending lists of ranks that differ in that coordinate alone.
 
-        Groups are sorted by the coordinates of the axes inside ``axis``, then by those of the axes outside.
+        Groups are sorted by the coordinates of the axes inside ``axis``, then of the axes outside.
         ``"model"``: the ranks that work on the same replica's data, so that all coordinates except data and expert
         vary. ``"batch"``: the ranks over which gradients are summed, so that data, expert and context vary.
         A known axis that this topology lacks has groups of a single rank each.

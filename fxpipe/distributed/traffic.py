@@ -24,7 +24,7 @@ T = TypeVar("T")
 DATA_AXIS = ("shard", "replica", "gather")
 """The scopes on which gradients and parameters travel over the data axis."""
 ALONE = " alone"
-"""The end of the scopes over some of the batch axes: those of parameters that are sharded over the others."""
+"""The end of the scopes over some of the batch axes, for parameters that are sharded over the others."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ Mode = Literal["batch", "global"]
 
 
 class Gather(NamedTuple):
-    """The rows that a boundary gathers. ``mode``: those of a group of micro-batches, or also those of every replica.
+    """The rows that a boundary gathers. ``mode``: "batch", the rows of a group of micro-batches; "global", also of
+    every replica.
 
     ``group``: the number of micro-batches in a group; None for all.
     """
@@ -29,7 +30,7 @@ class Gather(NamedTuple):
 class Gathered:
     """A stage that runs once for a group of micro-batches. ``group``: the number of micro-batches; None for all.
 
-    ``modes``: whose rows the stage gets, the group's own, or those of every replica.
+    ``modes``: whose rows the stage gets, the group's own, or every replica's.
     """
 
     group: int | None

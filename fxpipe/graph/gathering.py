@@ -1,4 +1,4 @@
-"""Gathering: joins the values of several micro-batches, or replicas, into those of a group, and splits them again."""
+"""Gathering: joins the values of several micro-batches, or replicas, into values of a group, and splits them again."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def handoff(value: Any) -> Any:
     """Returns a value for another stage, as a node of its own in the autograd graph.
 
     Autograd adds the gradients of a value in descending order of its uses. With such a node for each stage that uses
-    the value, made at the place of that use in the program, the order is that of plain PyTorch.
+    the value, made at the place of that use in the program, the order is as in plain PyTorch.
     """
     with torch.enable_grad():  # forward may have disabled gradients here
         return pytree.tree_map(

@@ -66,7 +66,7 @@ class Program:
     effects: Mapping[str, Effects] = field(default_factory=dict)
     """The effects of calls of opaque modules, by node name."""
     holds_for: SizeGuard | None = None
-    """The sizes of input leaves for which the program holds, if some are symbolic; None: those of its capture."""
+    """The sizes of input leaves for which the program holds, if some are symbolic; None: the sizes of its capture."""
     holds_for_any_size: bool = False
     """Whether the program holds for inputs of any sizes; it then needs no ``holds_for``."""
     fixed_sizes: str = ""
@@ -169,7 +169,7 @@ class Crossing(NamedTuple):
     boundary: str = ""
     """The first boundary that the value crosses and its number there, as ``boundary_label``."""
     gradient: str = ""
-    """The name of the gradient that other stages send back: that of the value, unless its own stage reads it, too."""
+    """The name of the gradient that other stages send back: the value's, unless its own stage reads it, too."""
     gradient_boundary: str = ""
     """The boundary, if other stages read the value only behind it."""
     what: str = ""

@@ -1,7 +1,7 @@
 """transformers' Trainer over a pipeline: ``PipelineTrainer`` takes the place of ``Trainer``.
 
-Logging, callbacks, learning rates, the order of rows, saving and early stopping stay the Trainer's. What is overridden
-here and begins with an underscore is private to transformers.
+Logging, callbacks, learning rates, the order of rows, saving and early stopping stay the Trainer's. Overridden names
+that begin with an underscore are private to transformers.
 """
 
 from __future__ import annotations

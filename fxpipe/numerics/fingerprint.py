@@ -39,7 +39,7 @@ class Fingerprint(NamedTuple):
         return cls(bits % 2**64, squares, largest, int(nonfinite), tuple(projections))
 
     def __add__(self, other: Any) -> Fingerprint:
-        """The fingerprint of a tensor from those of two disjoint parts."""
+        """The fingerprint of a tensor from the fingerprints of two disjoint parts."""
         return Fingerprint(
             (self.bits + other.bits) % 2**64,
             self.squares + other.squares,

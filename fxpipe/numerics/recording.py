@@ -48,9 +48,9 @@ class RecordedTensor:
     name: str
     """The input's or parameter's name, or the value's name in the captured program."""
     microbatch: int
-    """The number over all replicas; a group's is that of its first micro-batch, a parameter's -1."""
+    """The number over all replicas. A group has the number of its first micro-batch, a parameter has -1."""
     order: int
-    """The tensor's index among those of its kind and micro-batch; stages count in topological order."""
+    """The tensor's index among the tensors of its kind and micro-batch; stages count in topological order."""
     boundary: str
     """For a value that crosses a mark: ``boundary_label``."""
     dtype: str

@@ -204,7 +204,7 @@ InitFn = Callable[[nn.Module], Any]
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """An ``init_fn`` for modules that have a ``reset_parameters`` method, as those of torch.nn."""
+    """An ``init_fn`` for modules that have a ``reset_parameters`` method, as torch.nn's have."""
     _check_module(module)
     for name in ("reset_parameters", "_reset_parameters"):  # the second in nn.MultiheadAttention and nn.Transformer
         reset = getattr(module, name, None)

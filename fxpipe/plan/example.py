@@ -1,4 +1,15 @@
-"""Example: the example batch of ``compile``, the first plan, which is made for it, and checks of the model."""
+"""Example: the example batch of ``compile``, the first plan, which is made for it, and checks of the model.
+
+Takes: a ``Plans`` without plans, and the options with the example. Gives: the state with its first plan, for
+``compile`` (``plan_first``) or for ``preview`` (``previewed``).
+
+1. ``check_model`` refuses values that are no model, wrappers, and options that the model would ignore.
+2. ``Example`` binds the example's inputs, splits it as a call would, and describes the micro-batches.
+3. ``plan_first`` plans a training step on it. Evaluation is planned, too, if it may use more of the model.
+4. If forward asks a question about the micro-batches, the question is answered, and step 3 repeats.
+
+It does not talk to other ranks: ``together`` does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +52,8 @@ _WRAPPERS = {
 
 
 def check_model(model: nn.Module | StageGraph, options: Options) -> None:
-    """RunError if ``model`` is no model, has a plans that no checkpoint would hold, or would ignore an option."""
+    """RunError if ``model`` is no model, has a state that no checkpoint would hold, or would ignore an option."""
+    # 1. values that are no model
     for part in (model.module if isinstance(model, StageGraph) else model, options.loss_fn):
         if isinstance(part, nn.Module):
             check_no_extra_state(part)
@@ -157,9 +169,17 @@ def plan_first(
     and a question of forward about the micro-batches that ``answers`` lack.
 
     Evaluation is planned, too, if it may use parameters that training does not use, and the example can be evaluated.
-    If a rank ``keeps_part`` of the model, it cannot check later captures, so evaluation is also planned if the capture
-    holds for any sizes: such captures are fast, and one is enough.
+
+    Args:
+        example: may be empty. Then only the symbolic tracer can capture the model, and stages are not checked.
+        answers: for each micro-batch, the known answers to forward's questions.
+        keeps_part: whether this rank keeps a part of the model only. It then cannot check later captures, so evaluation
+            is also planned if the capture holds for any sizes: such captures are fast, and one is enough.
+
+    Raises:
+        TraceError, PartitionError, ScheduleError: no plan can be made.
     """
+    # 3. the plans, training first
     plans = example.with_objects
     try:
         plans, _ = plans.plan(example.pattern(answers), example.sample)
@@ -168,7 +188,7 @@ def plan_first(
             with evaluating(plans.module):
                 example = replace(example, plans=plans.at_present({}))
                 plans = example.plans.plan_evaluation(example.pattern(answers, training=False), example.sample)
-    except Unanswered as error:
+    except Unanswered as error:  # 4. a question
         return plans.asking(error), error
     return plans, None
 

@@ -1,4 +1,17 @@
-"""Placement: assigns stages to pipe ranks."""
+"""Placement: assigns stages to pipe ranks, and refuses placements under which ranks would come to hold different
+values.
+
+Takes: a ``StageGraph`` and what the user wants. Gives: a ``Placement``, a rank or several ranks for each stage.
+
+1. Without wishes, the stages are cut into contiguous groups, in topological order, one for each rank. The largest
+   number of parameters of a group is as small as possible.
+2. Otherwise each stage has the rank that the user names; "all" and several ranks mean that these take its micro-batches
+   in turn.
+3. ``check_replicated`` and ``check_replicas`` refuse code that writes different values on the copies of a tensor.
+   ``check_hooks`` refuses hooks that would see a part of a gradient.
+
+It simulates nothing: ``fxpipe.search`` finds placements by their step time.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +39,13 @@ Place = int | Sequence[int]
 def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Literal["all"]] | None) -> Placement:
     """The rank, or ranks, of each stage: as wanted, or in topological order, balanced by parameters.
 
-    PartitionError if there are more ranks than stages, a name is unknown, or a rank would have no stage.
+    Args:
+        graph: the stages, in topological order.
+        ranks: the number of pipe ranks.
+        wanted: stage's name → its rank, its ranks, or "all"; None for the balanced placement.
+
+    Raises:
+        PartitionError: there are more ranks than stages, a name is unknown, a stage is missing, or a rank has no stage.
     """
     if len(graph) < ranks and wanted is None:
         none = "" if len(graph) > 1 or graph[0].gathered else "no stage_boundary was reached; "
@@ -35,8 +54,10 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
             f"({', '.join(graph.names)}); {none}"
             f"mark {ranks - len(graph)} more with fxpipe.stage_boundary or boundaries=, or use fewer ranks"
         )
+    # 1. balanced groups
     if wanted is None:
         return _balanced([1 + sum(p.numel() for p in stage.parameters.values()) for stage in graph], ranks)
+    # 2. as the user names them
     for name in wanted:
         if name not in graph.names:
             raise PartitionError(f"placement names stage {name!r}, which does not exist{nearest(name, graph.names)}")
@@ -54,6 +75,7 @@ def place_stages(graph: StageGraph, ranks: int, wanted: Mapping[str, Place | Lit
 
 def check_replicated(graph: StageGraph) -> None:
     """PartitionError for a stage on several ranks whose copies would come to differ."""
+    # 3. copies of stages
     stages = [stage for stage in graph if len(graph.ranks(stage.index)) > 1]
     for stage in stages:
         where = f"stage {stage.name!r} is on {named(graph.placement[stage.index])}"
@@ -106,7 +128,11 @@ def writes(name: str) -> str:
 
 
 def _balanced(costs: list[int], ranks: int) -> tuple[int, ...]:
-    """The rank of each stage in contiguous, non-empty groups that minimize the greatest cost of a group."""
+    """The rank of each stage in contiguous, non-empty groups that minimize the greatest cost of a group.
+
+    By dynamic programming over the ends of groups (``search.segments.partition``). There are at least as many costs as
+    ranks.
+    """
     cost = between([0, *accumulate(costs)])
     ends = partition(lambda behind: cost, ranks)
     assert ends is not None  # the caller ensures as many stages as ranks

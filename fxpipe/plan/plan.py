@@ -1,4 +1,11 @@
-"""Plan: all facts about a step that are known before it runs; and ``PlansSoFar``, the plans made so far."""
+"""Plan: all facts about a step that are known before it runs; and ``PlansSoFar``, the plans made so far.
+
+Takes: stages, a schedule, and instructions, from ``Plans``. Gives: ``Plan``, a frozen value that ``run`` executes,
+and its ``digest``, by which ranks compare plans.
+
+One plan is for one number of micro-batches, and for training or evaluation. Its micro-batches may have different
+captures (``graphs``), which all fit the same stages (``graph``) and run the same table.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +113,8 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class PlansSoFar:
-    """The plans made so far, and what they were made from."""
+    """The plans made so far, and what they were made from. ``by_pattern`` is in the order in which the plans were made: the
+    first one decides which stages there are."""
 
     topology: Topology
     options: Options

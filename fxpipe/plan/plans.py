@@ -1,4 +1,18 @@
-"""``Plans``: an immutable value that holds the plans made so far and everything needed to make the next plan."""
+"""``Plans``: an immutable value that holds the plans made so far and everything needed to make the next plan.
+
+Takes: the model, the options and the topology; then, for each kind of batch, a ``Pattern``. Gives: ``plan(pattern,
+sample) → (new ``Plans``, Plan)``.
+
+1. If the pattern has a plan, or its shape-free pattern has one, this plan is returned.
+2. Otherwise each micro-batch is captured, or an earlier capture is valid for it (``fxpipe.capture``).
+3. Patterns whose micro-batches have the same captures share a plan.
+4. The stages get the first plan's numbers and names, and are placed on ranks.
+5. A table is chosen, lowered to instructions for each rank, and proven free of deadlocks.
+6. A later plan must use the stages of the first plan: no tensor may change its rank.
+
+No method changes the plans. If a rank fails, all ranks keep the old plans, so nothing is undone. It does not run
+anything, and does not talk to other ranks (``together``).
+"""
 
 from __future__ import annotations
 
@@ -152,10 +166,17 @@ class Plans(PlansSoFar):
         return self.with_captures(questions=self.captures.questions.asking(error))
 
     def plan(self, pattern: Pattern, sample: Sample | str = LATER) -> tuple[Plans, Plan]:
-        """Returns the plans with a plan for a pattern of inputs, and the plan. TraceError, PartitionError or
-        ScheduleError if no plan can be made.
+        """Returns the plans with a plan for a pattern of inputs, and the plan.
 
-        ``sample``: the micro-batches on which new stages are checked against the model, or the reason for no check.
+        Args:
+            pattern: the kind of batch.
+            sample: the micro-batches on which new stages are checked against the model, or the reason for no check.
+
+        Raises:
+            TraceError: no tracer captures the model for these inputs.
+            PartitionError: it cannot be cut, or its stages differ from the first plan's.
+            ScheduleError: the schedule has no table for these stages.
+            Unanswered: forward asks a question about the inputs; see ``asking``.
         """
         return self._plan(Capturing(pattern, sample))
 
@@ -171,21 +192,23 @@ class Plans(PlansSoFar):
             return self.with_captures(wrong={**self.captures.wrong, **capturing.wrong})
 
     def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[Plans, Plan]:
+        """``plan`` for the pattern of ``capturing``. ``at_compile``: a stage may then use tensors that no stage of the
+        first plan has."""
         pattern = capturing.pattern
         for shape in pattern.shapes if self.captures.source.own is None else ():
             check_objects(shape)
-        # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
+        # 1. and 2. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.by_pattern.get(pattern) or self.by_pattern.get(pattern.for_any_shape())) is not None:
             return self, same
         captures, captured = captured_for(self.captures, capturing)
         plans = replace(self, captures=captures, shown=self.shown or pattern)
         key = pattern if captured[0].guard.sizes else pattern.for_any_shape()
-        # 2. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
+        # 3. Captures with symbolic sizes are valid for several patterns: patterns with the same captures share a plan.
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
         known = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.by_pattern.items())
         plan = next((plan for plan, facts in known if used and facts == alike), None)
-        # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
+        # 4. to 6. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = plans._placed(captured, pattern.inputs)
             if pattern.training:
@@ -268,8 +291,10 @@ class Plans(PlansSoFar):
         """Returns the plans with this family's tables for training, and its first plan; ``self`` if its table stays.
 
         The present table stays if it keeps the family's limits and the new table saves less than ``WORTH_IT`` of a
-        step. Limits of the present family remain in force unless the new family sets others. ScheduleError if the
-        family has no such table.
+        step. Limits of the present family remain in force unless the new family sets others. Only tables change:
+        stages, placement and captures stay, so no tensor moves.
+
+        ScheduleError if the family has no such table.
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
@@ -295,7 +320,7 @@ class Plans(PlansSoFar):
     def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Plans:
         """The same plans, whose stages hold the module's present tensors and release the tensors that it dropped.
 
-        ``adopt``: makes the stages, and those of later plans, run the modules that ``parallelize`` returned.
+        ``adopt``: makes these stages, and the stages of later plans, run the modules that ``parallelize`` returned.
         """
         plans = replace(self, captures=self.captures.with_tensors_of_module(), adopt=adopt or self.adopt)
 
@@ -332,13 +357,25 @@ class Plans(PlansSoFar):
         captures: tuple[Guard, ...],
         places: Places,
     ) -> Plan:
-        """The plan that runs the table chosen for these graphs. ``captures``: the guards of the graphs' captures."""
+        """The plan that runs the table chosen for these graphs.
+
+        1. Choose the table. 2. Leave out messages that a micro-batch lacks. 3. Lower the table to each rank's
+           instructions. 4. Prove that they run without deadlock. 5. Split the backwards that the table splits.
+
+        Args:
+            graphs: the placed stages of each micro-batch.
+            pattern: the kind of batch.
+            program: the captured program as text, for ``Plan.description``.
+            captures: the guards of the graphs' captures.
+            places: the row dimensions of gathered values.
+        """
         graph = union_of(graphs)
-        schedule = choose_table(self, graph, pattern)
+        schedule = choose_table(self, graph, pattern)  # 1. the table
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
-        # The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
+        # 2. The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}
         absent = {(index, microbatch) for microbatch, each in enumerate(graphs) for index in lacking[id(each)]}
+        # 3. to 5. lower, prove, split
         instructions = lower(
             schedule.rows, graph.edges, schedule.placement, schedule.backward, schedule.tied, ahead, values, absent
         )

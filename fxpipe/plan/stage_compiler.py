@@ -1,8 +1,19 @@
 """Compiles stages by a function of the user's, such as ``torch.compile``, on the ranks that run the stages.
 
-If a table has input-grad and weight-grad actions, AOTAutograd captures a stage's forward and both halves of its
-backward, and the user's function compiles each of the three. A pass cuts the backward in halves. So this file is in
-``plan``, and not in ``stage``, which the passes import.
+Takes: a ``Stage``, and ``stage_compiler=``, a function from a graph module to a callable. Gives: the stage with a
+function that compiles itself in its first call.
+
+A table without input-grad and weight-grad actions needs no more than that. For others (``in_halves``):
+
+1. TorchDynamo captures the stage, and AOTAutograd makes a forward and a backward graph of it.
+2. ``passes.cut_backward`` cuts the backward graph into I and W.
+3. The user's function compiles each of the three graphs.
+4. In a step, the backward runs I at once, and keeps the values that W needs. The action W runs W later.
+
+The parameters' gradients of I go to stand-ins, so that ``.grad`` changes in W only. Parameters with hooks on their
+gradients, and calls with tensor subclasses, stay in I.
+
+As it uses a pass, this file is in ``plan``, and not in ``stage``, which the passes import.
 """
 
 from __future__ import annotations
@@ -65,7 +76,8 @@ def _check_writes(module: fx.GraphModule, name: str) -> None:
 
 
 class Compiled:
-    """A stage's function, or a graph made from it, which the first call compiles."""
+    """A stage's function, or a graph made from it, which the first call compiles. A failed first call leaves it
+    uncompiled."""
 
     def __init__(self, name: str, original: Function, stage_compiler: StageCompiler) -> None:
         self._name, self._original, self._stage_compiler = name, original, stage_compiler
@@ -118,7 +130,7 @@ def in_halves(original: Function, compile: Compile) -> Callable[..., tuple[Any, 
         function = aot_compiled(module, inputs, graph.forward, graph.backward)
         return lambda *inputs: graph.run(function, inputs)
 
-    function = torch.compile(original, backend=backend)
+    function = torch.compile(original, backend=backend)  # 1. capture at the first run
 
     def run(deferred: Deferred, *inputs: Any) -> tuple[Any, ...]:
         before, _here.deferred = _here.deferred, deferred
@@ -145,6 +157,7 @@ class _CutGraph:
         self._leaves = [index for index, value in tensors if value.requires_grad and value.is_leaf]
 
     def run(self, function: Function, inputs: Sequence[Any]) -> Any:
+        """Runs the forward; with stand-ins for parameters if the micro-batch defers weight gradients."""
         # A subclass such as DTensor decides what detach() does, so a call with a subclass makes all gradients in I.
         plain = all(type(value) in (Tensor, nn.Parameter) for value in inputs if isinstance(value, Tensor))
         # A hook must see the complete gradient once, so it cannot wait for W. Hooks after accumulation run after W.
@@ -166,6 +179,7 @@ class _CutGraph:
 
         @cache
         def cut(waiting: frozenset[int]) -> _Cut:
+            # 2. and 3. cut the backward, and compile both halves when they run
             halves = cut_backward(fx.GraphModule(module, copy.deepcopy(module.graph)), waiting if fits else ())
             waits = {index: name for index, name in enumerate(halves.gradients) if index in waiting and name}
             return _Cut(halves, waits, self._piece(halves.of_input), self._piece(halves.of_weights))
@@ -174,10 +188,10 @@ class _CutGraph:
             call, _here.call = _here.call, None  # before any code that may fail
             call = call if call is not None and call.graph is self else None
             parts = cut(frozenset(self._leaves if call is None else call.parameters))
-            # 1. I makes the inputs' gradients, and the values that W takes.
+            # 4. I makes the inputs' gradients, and the values that W takes.
             values = dict(zip(parts.halves.arguments, arguments, strict=True))
             values |= parts.of_input(values)
-            # 2. If this is a micro-batch's I, W runs later, otherwise at once.
+            # If this is a micro-batch's I, W runs later, otherwise at once.
             if call is None:
                 values |= parts.of_weights(values)
             else:
@@ -231,7 +245,11 @@ class _Cut(NamedTuple):
 
 
 class _HalvedCall:
-    """A call of a graph: its parameters by position, their stand-ins, and the values kept for its W."""
+    """A call of a graph: its parameters by position, their stand-ins, and the values kept for its W.
+
+    Its life: made in the forward; ``comes`` when autograd reaches its backward; ``keep`` after I; ``gradients`` in W,
+    once.
+    """
 
     def __init__(self, graph: _CutGraph, deferred: Deferred, parameters: Mapping[int, Tensor]) -> None:
         self.graph, self.deferred, self.parameters = graph, deferred, parameters

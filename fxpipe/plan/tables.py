@@ -1,6 +1,17 @@
 """Tables: chooses the table of a plan: the user's own, a table that a family makes, or the table of an earlier plan.
 
-With ``recompute=`` or ``offload=``, ``activations`` decides how the stages' activations reach their backward.
+Takes: the plans so far with their options, a placed ``StageGraph`` and a ``Pattern``. Gives: a ``Schedule``, not yet
+proven.
+
+1. If the first plan's table fits the graph, training keeps it: replicas with different batches then reduce in the same
+   order.
+2. Else, if the user gave a table, it is checked against the graph, and used for training.
+3. Else the family that the options name makes a table, at the best known costs: given, of the first plan, of the
+   search, or by shapes.
+4. With ``recompute=`` or ``offload=``, the table is made with the stages marked whose activations do not stay until
+   their backward. With "auto", ``activations`` decides which stages.
+
+Evaluation has a table of its own, without backwards.
 """
 
 from __future__ import annotations
@@ -43,17 +54,29 @@ if TYPE_CHECKING:
 
 
 def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:
-    """Returns the table of a placed graph, not yet proven; ScheduleError if no table exists."""
+    """Returns the table of a placed graph, not yet proven.
+
+    Raises:
+        ScheduleError: the user's table does not fit the graph, the family has no table for it, or ``offload`` asks for
+            more of the host's memory than a rank has.
+        PartitionError: ``recompute`` or ``offload`` names a stage that does not exist, or a group does not divide the
+            micro-batches.
+        DoesNotFit: with "auto", a rank exceeds its memory even if all that helps is recomputed or offloaded.
+    """
     options, first = plans.options, plans.first if plans.by_pattern else None
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
+    # 1. the table of the first plan
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
         return replace(first.schedule, edges=graph.stage_edges)
+    # 2. the user's table
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options.schedule, options, graph, pattern.microbatches, tied)
+    # 3. a family's table
     make = partial(_made, _family(plans, graph, pattern), graph, pattern.microbatches, tied)
     if not pattern.training:
         return make((KEEP,) * len(graph), None)
+    # 4. recomputation and offload
     marks = plans.marks if first is None else choice_of(first.schedule)
     if marks is not None:
         choice = tuple(marks.get(stage.name, KEEP) if stage.has_backward else KEEP for stage in graph)
@@ -222,4 +245,5 @@ def _made(
 
 
 def _mib(size: float) -> str:
+    """Bytes in MiB, for a message."""
     return f"{size / 2**20:,.{1 if size >= 10 * 2**20 else 3}f}"

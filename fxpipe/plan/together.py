@@ -1,5 +1,18 @@
 """Together: every rank makes the same plan, or every rank raises. Replicas may run different tables, unless the tables
-contain collectives between replicas."""
+contain collectives between replicas.
+
+Takes: a function that makes a plan on this rank. Gives: its state and plan, if all ranks made the same; otherwise an
+error on every rank, and the old state.
+
+1. Each rank makes its plan, and catches any error.
+2. The ranks exchange the digest of their plans, and the errors in words, in each scope: the pipe group, then the
+   replicas.
+3. If digests differ, they exchange the descriptions, and the error names the first line that differs.
+4. A rank that failed raises its own error; the others raise a RunError that names it.
+
+Each rank makes all exchanges, also after a failure: another rank would wait for ever. ``first_plan_together`` repeats
+the first plan while all ranks ask the same question about the example.
+"""
 
 from __future__ import annotations
 
@@ -74,11 +87,13 @@ def plan_together(
 ) -> tuple[Plans, Plan]:
     """Returns the plans and the plan, which is equal on every rank. If a rank has no plan, or a different plan, every
     rank raises and keeps its old plans. A collective call."""
+    # 1. this rank's plan
     plans, plan, failure, wrong = None, None, None, ""
     try:
         plans, plan = make()
     except Exception as error:
         failure, wrong = error, f"could not compile: {type(error).__name__}: {error}"
+    # 2. and 3. compare the digests of each scope
     for scope in scopes:  # every scope, even after a failure: other ranks wait in the next scope
         everyone = transport.gather(scope, (plan.digest if plan is not None else "", wrong))
         # Ranks that all ask the same question answer it and call again; a rank that asks alone would wait for ever.
@@ -92,6 +107,7 @@ def plan_together(
             texts = transport.gather(scope, plan.description)
             odd = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
             wrong = _difference(transport, scope, odd, digests, texts)
+    # 4. this rank's own error first
     if failure is not None:
         raise failure
     if wrong or plan is None or plans is None:
@@ -100,6 +116,7 @@ def plan_together(
 
 
 def _difference(transport: Transport, scope: str, odd: int, digests: Sequence[str], texts: Sequence[str]) -> str:
+    """The first line in which the descriptions of two ranks' plans differ, in words."""
     lines = zip_longest(texts[0].splitlines(), texts[odd].splitlines(), fillvalue="(ends)")
     mine, its = next(pair for pair in lines if pair[0] != pair[1])
     first, other = member(transport, scope, 0), member(transport, scope, odd)
@@ -121,9 +138,12 @@ def check_refusals(transport: Transport, everyone: Sequence[object]) -> None:
 def shared_rows(plan: Plan, zero: int, shards_parameters: bool, meets: bool, training: bool) -> tuple[int, ...] | None:
     """The digests of the rows of a call if they contain data-axis collectives, so that all replicas must run the same.
 
-    Such rows sum gradients after each micro-batch (zero=2) or stage (zero=3), or gather the rows of all replicas or, as
-    ``shards_parameters`` says, the parameters of stages; or their stages may meet those of other expert and context
-    ranks, as ``meets`` says.
+    None if no row has such a collective. Rows have collectives in these cases:
+
+    - ``zero=2`` sums gradients after each micro-batch, and ``zero=3`` after each stage.
+    - A stage gathers the rows of all replicas.
+    - ``shards_parameters``: the parameters of stages are gathered.
+    - ``meets``: stages may meet the stages of other expert and context ranks.
     """
     gathers, sums = plan.graph.sees_replicas, zero > 1 and training
     if not (gathers or sums or shards_parameters or meets):

@@ -22,7 +22,7 @@ Cost = float | Sequence[float]
 @dataclass(frozen=True)
 class Costs:
     """The time of each action at each stage, in one unit of time, and the bytes that stages hold. The time at a
-    gathered stage is that of a whole group. All bytes are per micro-batch. Make costs with ``Costs.of``.
+    gathered stage is for a whole group. All bytes are per micro-batch. Make costs with ``Costs.of``.
 
     >>> costs = Costs.of(2, forward=[1, 3], backward=[2, 6], comm=0.25)
     >>> costs.weight, costs.input

@@ -5,7 +5,7 @@ a forward, once per receiving rank for all stages there that use it; a gradient 
 one from each of these stages. Messages from one rank to another travel in the order in which the sender makes them;
 both ends derive this order from the rows.
 
-A message holds as much of a value as the stage makes in one action, and so does its gradient: a gathered stage receives
+A message holds as much of a value as the stage makes in one action, and so does its gradient. A gathered stage receives
 a message for each micro-batch of its group, and sends as many gradients back. Between two gathered stages each group
 has one message, numbered by its first micro-batch.
 """
@@ -28,7 +28,7 @@ from fxpipe.schedules.kinds import BACKWARD, FORWARD, Direction
 class Message(NamedTuple):
     """Value ``edge`` (an index into the stage graph's edges) of a micro-batch, or, BACKWARD, the value's gradient.
 
-    A gathered stage's value is that of its whole group, and ``microbatch`` is the group's first micro-batch.
+    A gathered stage has one value for its whole group, and ``microbatch`` is the group's first micro-batch.
     """
 
     edge: int

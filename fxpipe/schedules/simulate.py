@@ -98,8 +98,8 @@ class _Links:
                 self._awaited.setdefault((rank, cell), []).extend(sent)
 
     def awaited(self, rank: int) -> Iterator[tuple[float, Action]]:
-        """Yields, for each message that a rank's next action waits for, its arrival and the action that made it; for a
-        message that another rank must receive, the action after which that rank posts the receive."""
+        """Yields, for each message that a rank's next action waits for, its arrival and the action that made it. For a
+        message that another rank must receive, it yields the action after which that rank posts the receive."""
         for message in self._awaited.get((rank, len(self._ready[rank]) - 1), ()):
             owner, cell = message.sender, self._messages.sent_at[message]
             if owner == rank and self._messages.posted_at[message]:

@@ -159,7 +159,7 @@ def _over(scope: str, transport: Transport, norm: Tensor, order: float) -> Tenso
 
 
 def _number(value: Any, *words: str) -> float:
-    """Returns a number, a tensor's number, or that of an allowed word; nan for anything else."""
+    """Returns a number, a tensor's number, or the number of an allowed word; nan for anything else."""
     try:
         return math.nan if isinstance(value, str) and value not in words else float(value)
     except (TypeError, ValueError):

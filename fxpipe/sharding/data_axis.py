@@ -47,8 +47,8 @@ def data_groups(topology: Topology, zero: int, scope: str) -> Groups:
 
     "shard": the ranks that sum gradients first, and cut them into sections where another sum follows. These are the
     ranks of a node where data groups have several ranks in each of several nodes; the whole data group otherwise, and
-    with ``scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags"
-    those of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
+    with ``scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags" the
+    ranks of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
     """
     hierarchical = all(len(group) > 1 for group in (*topology.shard_groups(), *topology.replica_groups()))
     in_one_node = scope == "data" if zero else not hierarchical
@@ -64,8 +64,8 @@ def scope_of(axes: Collection[str], topology: Topology) -> str:
 
 
 def alone_groups(topology: Topology) -> Groups:
-    """Returns the groups of each scope of ``scope_of`` but "data": those of some of the batch axes, for parameters that
-    are sharded over the others."""
+    """Returns the groups of each scope of ``scope_of`` but "data": groups of some of the batch axes, for parameters
+    that are sharded over the others."""
     some = (axes for count in (1, 2) for axes in combinations(BATCH_AXES, count))
     return {
         scope: topology.groups_over(axes) for axes in some if (scope := scope_of(axes, topology)) not in ("", "data")

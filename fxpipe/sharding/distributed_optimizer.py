@@ -68,8 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     A parameter that no rank used has no gradient, and stays unchanged. With float16 all ranks skip a step if any rank's
     gradient has an inf or nan, whichever optimizer the gradient belongs to; ``skipped_steps`` counts skipped steps
     (``steps`` counts all calls of ``step``), and rank 0 warns of the first, with the cause if it is known. If gradients
-    are sharded, ``zero_grad(set_to_none=False)`` also sets them to None. Other attributes and methods are those of the
-    inner optimizer; a method, such as ``eval`` of an optimizer that averages parameters, is a collective call.
+    are sharded, ``zero_grad(set_to_none=False)`` also sets them to None. Other attributes and methods are the inner
+    optimizer's; a method, such as ``eval`` of an optimizer that averages parameters, is a collective call.
 
     ``forward_backward.optimizer`` makes it, and documents ``cls``, ``params``, ``offload`` and ``elementwise``.
 

@@ -50,7 +50,7 @@ class FlatBucket:
     """One bucket of this rank, from the first gradient that arrives to their sum over all replicas and owners.
 
     Between calls all gradients lie in one tensor, the buffer or this rank's section of it. They are summed, or not yet
-    where calls ran without synchronisation. In a call, ``Earlier`` may hold those of the calls before it.
+    where calls ran without synchronisation. In a call, ``Earlier`` may hold the gradients of the calls before it.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class FlatBucket:
                 member.parameter.grad = None
 
     def begin(self, scales: bool, all_members: bool) -> None:
-        """A call begins. ``scales``: its gradients will be multiplied by a factor, and those of earlier calls not.
-        ``all_members``: the call also sums the gradients of frozen parameters, which earlier calls have left."""
+        """A call begins. ``scales``: its gradients will be multiplied by a factor, and the gradients of earlier calls
+        not. ``all_members``: the call also sums the gradients of frozen parameters, which earlier calls have left."""
         self.summing = self._moving(lambda parameter: all_members or parameter.requires_grad)
         if all(member.parameter.grad is None for member in self.members):
             self.forget()
@@ -299,7 +299,7 @@ class FlatBucket:
         return self.members if members and self.owners else members
 
     def _is_even(self, members: Sequence[InBucket]) -> bool:
-        """Whether a collective moves equal sections: those of all members."""
+        """Whether a collective moves equal sections, of all members."""
         return self.root is None and len(members) == len(self.members)
 
     def _extent(self, members: Sequence[InBucket], section: tuple[int, int]) -> list[tuple[int, int]]:
@@ -318,7 +318,7 @@ class FlatBucket:
     # after a call
 
     def scale(self, factor: Tensor | None, summed: bool) -> None:
-        """Multiplies this call's gradients, ``summed`` or not; then adds those of earlier calls to them."""
+        """Multiplies this call's gradients, ``summed`` or not; then adds the earlier calls' gradients to them."""
         if factor is not None:
             self._content(summed).mul_(factor)
         if self._earlier is None:

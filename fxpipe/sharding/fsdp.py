@@ -451,7 +451,7 @@ class FullyShardedGradients(Gradients):
         self._call.ending = []
 
     def flush(self) -> None:
-        """Reduces and frees the remaining units: those of stages that ran no backward."""
+        """Reduces and frees the remaining units, of stages that ran no backward."""
         for unit in list(self._call.last):
             self._wait_for(unit)
             self._let_go(unit)

@@ -18,9 +18,9 @@ def resolve_groups(params: Any, own: Mapping[str, Tensor], whole: Mapping[str, T
 
     ``params`` is None (all), or parameters, or groups ``{"params": parameters, "lr": ...}``. A parameter is passed
     itself, as (name, parameter), by name (a tied parameter by any of its names), by a pattern (``"*.bias"``), or by a
-    predicate ``(name, parameter) -> bool``. ``own``: this rank's parameters under all their names; ``whole``: the
-    whole model's parameters, where those of other ranks are on the meta device. A predicate sees all of them, so it may
-    read a parameter's shape and dtype, but not its values.
+    predicate ``(name, parameter) -> bool``. ``own``: this rank's parameters under all their names; ``whole``: the whole
+    model's parameters; other ranks' parameters are on the meta device. A predicate sees all of them, so it may read a
+    parameter's shape and dtype, but not its values.
 
     All ranks have the same number of groups; a group without this rank's parameters is ``{"params": []}``. A group has
     the order in which its parameters are passed; for a pattern or predicate, the model's order. Parameters outside of

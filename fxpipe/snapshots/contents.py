@@ -1,8 +1,18 @@
 """Contents: the parts of a value that may change in place. fxpipe compares them between steps, and restores them.
 
+Takes: any Python value. Gives: ``contents``, a flat tuple that is equal (``alike``) as long as nothing inside has
+changed; ``walk``, the parts one by one; ``Taken``, the direct parts of one value, to put back.
+
 The parts are the entries of dicts, lists, tuples, sets and deques; the attributes and slots of objects of users'
 classes; the function and arguments of bound methods and ``functools.partial``; the bytes of NumPy arrays. All other
 values are compared by identity: tensors, modules, functions, and objects of classes of torch and of Python's library.
+
+1. ``_reading_of`` decides once for each class how its values are read, without a call of the class's own methods.
+2. ``walk`` goes through the parts breadth first, within ``MOST`` values and ``DEEP`` levels. Values beyond are compared
+   by identity. A repeated value is its number, so that cycles end.
+3. ``contents`` writes the walk into a tuple.
+
+For example, ``contents([1, {"a": x}])`` is (list, 2, 1, dict, 2, "a", x).
 """
 
 from __future__ import annotations
@@ -46,9 +56,12 @@ class _Reading(NamedTuple):
         return self.items is None and not self.has_table and not self.slots
 
     def table(self, value: Any) -> dict[str, Any]:
+        """The value's ``__dict__``, without a call of its class; empty for a value that has none, or whose attributes
+        are not read."""
         return object.__getattribute__(value, "__dict__") if self.has_table else {}
 
     def attributes(self, value: Any) -> dict[str, Any]:
+        """The value's attributes and set slots, by name."""
         values = dict(self.table(value))
         for slot in self.slots:
             with contextlib.suppress(AttributeError):  # the slot is not set
@@ -56,12 +69,14 @@ class _Reading(NamedTuple):
         return values
 
     def parts(self, value: Any) -> list[Any]:
+        """The entries, then the names and the values of attributes."""
         own = self.attributes(value)
         return [*(self.items(value) if self.items is not None else ()), *own.keys(), *own.values()]
 
 
 def _reading_of(cls: type, is_open: bool = False) -> _Reading:
     """How to read a class's values. ``is_open``: also read functions, and objects of classes of torch and Python."""
+    # 1. how the class is read
     if is_open and cls is types.FunctionType:
         return _Reading(captured_by)
     if cls is types.MethodType:
@@ -109,11 +124,13 @@ def _iterated(container: Any) -> Callable[[Any], list[Any]]:
 
 
 def _numbers(array: Any) -> list[Any]:
+    """A NumPy array's dtype, shape and bytes; the array itself if it is large or holds objects."""
     kind = f"{array.dtype} {array.shape}"
     return [kind, array.tobytes() if array.nbytes <= LARGE and not array.dtype.hasobject else array]
 
 
 def _entries(table: dict[Any, Any]) -> list[Any]:
+    """A dict's keys, followed by its values."""
     return [*dict.keys(table), *dict.values(table)]
 
 
@@ -123,7 +140,7 @@ def contents(value: Any) -> Any:
         return value
     if type(value) is tuple and all(reading_of(type(item)).is_leaf for item in value):
         return value
-    # The number of a value's parts precedes them, level by level, so that different values give different tuples.
+    # 3. The number of a value's parts precedes them, level by level, so that different values give different tuples.
     parts: list[Any] = []
     for part in walk(value):
         if part.parts is None:
@@ -145,7 +162,7 @@ class Inner(NamedTuple):
 def walk(value: Any, read: Callable[[type], _Reading] = reading_of) -> Iterator[Inner]:
     """Yields a value and its parts, the nearest first, within ``MOST`` and ``DEEP``. ``read``: class → its reading."""
     level, seen, count = [value], dict[int, int](), 1
-    # Breadth first, since ``MOST`` ends the walk: forward reads near parts more often than deeply nested parts.
+    # 2. Breadth first, since ``MOST`` ends the walk: forward reads near parts more often than deeply nested parts.
     for depth in range(DEEP + 1):
         below: list[Any] = []
         for inner in level:
@@ -206,6 +223,10 @@ class Taken:
         return not is_same or any(isinstance(part.value, Tensor) for value in new for part in walk(value))
 
     def put_back(self) -> None:
+        """Gives the value its earlier parts back: slots, attributes, entries, and the numbers of an array, in place.
+
+        Attributes are set without the class's own ``__setattr__``, which may check or do anything.
+        """
         value, items = self._value, self._items
         own, slots = dict(self._own), {slot.__name__: slot for slot in self._reading.slots}
         # A slot is set through its descriptor: the class may be frozen, or check what is set.

@@ -1,4 +1,16 @@
-"""Snapshots of a model before a capture: they find the changes that forward has made, and undo them."""
+"""Snapshots of a model before a capture or a run: they find the changes that forward has made, and undo them.
+
+Takes: modules. Gives: ``Snapshot``, their attributes, with the contents of these, the places of their tensors in
+memory, and the states of random generators; ``State``, which adds the numbers of all tensors.
+
+1. Each module's ``__dict__`` is copied; each container and object inside is taken (``contents.Taken``).
+2. For each tensor an alias keeps its storage, shape and strides. Its numbers are not copied by a ``Snapshot``.
+3. ``changes`` compares, and yields the names of what is different.
+4. ``restore`` puts back in this order: attributes, contents, tensors, generators. All of them are put back, whatever
+   one raises.
+
+A ``Snapshot`` costs no memory for tensors; a ``State`` costs a copy of each.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +46,7 @@ class Snapshot:
         self._tensors: dict[int, _TensorState] = {}
         self._generators: dict[int, tuple[Any, Any]] = {}
         """A generator's id → the generator, its state."""
+        # 1. and 2. attributes, and the tensors and objects in them
         for path, submodule in module.named_modules():
             self._attributes.append((path, vars(submodule), dict(vars(submodule))))
             own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
@@ -43,6 +56,7 @@ class Snapshot:
                 self._look_into(_joined(path, name), value)
 
     def _look_into(self, name: str, value: Any) -> None:
+        """Keeps all tensors, generators, containers and objects inside of an attribute's value."""
         for part in walk(value):
             if isinstance(part.value, Tensor):
                 self._keep(name, part.value)
@@ -71,10 +85,12 @@ class Snapshot:
         return bool(self._generators)
 
     def tensors(self) -> list[Tensor]:
+        """The tensors of the model, and in its attributes, each once."""
         return [state.tensor for state in self._tensors.values()]
 
     def changes(self) -> Iterator[str]:
         """Yields the names of all changed attributes and tensors; for changed values of tensors see ``written``."""
+        # 3. attributes, then contents, then tensors
         for path, now, before in self._attributes:
             for name in {**before, **now}:
                 if not alike(now.get(name, MISSING), before.get(name, MISSING)):
@@ -97,7 +113,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Undoes every change that ``changes`` can report, and restores random generators."""
-        # A stack calls all of them, the last first, and then raises what one of them raised.
+        # 4. A stack calls all of them, the last first, and then raises what one of them raised.
         with contextlib.ExitStack() as undo:
             for generator, before in self._generators.values():
                 undo.callback(set_state, generator, before)
@@ -113,6 +129,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _TensorState:
+    """Where a tensor had its numbers, and whether it required a gradient, at the time of the snapshot."""
+
     name: str
     tensor: Tensor
     memory: Tensor
@@ -123,12 +141,14 @@ class _TensorState:
     """The number of bytes in the storage."""
 
     def changes(self) -> Iterator[str]:
+        """Yields the name of the tensor's place in memory, and of its ``requires_grad``, if they have changed."""
         if _place_of(self.tensor) != _place_of(self.memory):
             yield f"{self.name}.data"
         if self.tensor.requires_grad != self.requires_grad:
             yield f"{self.name}.requires_grad"
 
     def restore(self) -> None:
+        """Gives the tensor its storage, shape and strides back, the storage its size, and sets ``requires_grad``."""
         if _place_of(self.tensor) != _place_of(self.memory):
             self.tensor.data = self.memory
             if self.memory.untyped_storage().nbytes() != self.size:  # resize_() has enlarged the storage
@@ -199,9 +219,11 @@ class Numbers(NamedTuple):
 
     @property
     def was_written(self) -> bool:
+        """Whether the tensor's version or its numbers have changed. Compares all numbers if the version has not."""
         return self.was_bumped or not torch.equal(self.tensor, self.copy)
 
     def restore(self, raises_version: bool) -> None:
+        """Puts the numbers back. ``raises_version``: by a write that raises the tensor's version."""
         tensor = self.tensor
         # copy_() on the tensor raises its version, and on .data it does not
         if raises_version:
@@ -246,4 +268,5 @@ def _place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _joined(path: str, name: str) -> str:
+    """The name of an attribute in the model."""
     return f"{path}.{name}" if path else name

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as checkpointing
 
-from fxpipe.patches import all_patched, noting
+from fxpipe.patches import noting, replaced
 from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
 
 
 def checkpoints_as(generator: Callable[..., Any], apply: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Replaces two internal functions of activation checkpointing, as torch has no other hook: the generator of
-    non-reentrant checkpoints, and ``apply`` of the autograd function of reentrant checkpoints."""
+    """Replaces two internal functions of activation checkpointing, as torch has no other hook.
+
+    ``generator``: replaces the generator of non-reentrant checkpoints, which torch runs up to its ``yield`` before the
+    function, and to its end after it. ``apply``: replaces ``apply`` of the autograd function of reentrant checkpoints,
+    with arguments (function, preserve_rng_state, *inputs).
+    """
     non_reentrant = checkpointing, CHECKPOINT_GENERATOR, generator
-    return all_patched([non_reentrant, (checkpointing.CheckpointFunction, "apply", apply)])
+    return replaced([non_reentrant, (checkpointing.CheckpointFunction, "apply", apply)])
 
 
 Around = Callable[[], AbstractContextManager[None]]

@@ -134,8 +134,9 @@ def deferring(function: Callable[..., Any], name: str, is_attention: bool = Fals
     The call's arguments: a ``Deferred``; a module to call in place of ``function``, or None; the parameters used,
     except the module's; the arguments that are parameters, or made only from parameters; and the function's arguments.
     The call is not deferred if two of its arguments are the same tensor, since autograd would sum their gradients in
-    another order, or if the module has hooks by then, since I and W would both call hooks that see gradients.
-    ``is_attention``: of ``nn.MultiheadAttention``, which merges queries, keys and values that are the same object.
+    another order. It is not deferred either if the module has hooks by then, since I and W would both call hooks that
+    see gradients. ``is_attention``: of ``nn.MultiheadAttention``, which merges queries, keys and values that are the
+    same object.
     """
 
     def call(

@@ -20,9 +20,9 @@ from fxpipe.validation import is_number, is_whole, shown
 class Sum(NamedTuple):
     """A loss as a sum, and the number of items in the sum.
 
-    Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly those of
-    the whole batch, however items are masked. If the inputs alone decide the count (labels, masks, sizes), the backward
-    begins with 1 / Σ count; otherwise gradients are divided after the backward, and parameters may have no hooks.
+    Loss and gradients of a step are then Σ total / Σ count over all micro-batches and the data axis: exactly the whole
+    batch's, however items are masked. If the inputs alone decide the count (labels, masks, sizes), the backward begins
+    with 1 / Σ count; otherwise gradients are divided after the backward, and parameters may have no hooks.
     """
 
     total: Tensor

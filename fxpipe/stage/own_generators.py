@@ -1,4 +1,15 @@
-"""Random generators of a model's own: those that its modules' attributes, classes, functions and their globals hold."""
+"""Random generators of a model's own: held by its modules' attributes, classes, functions and their globals.
+
+Takes: the model and its loss function. Gives: name → generator, with names that are the same on all ranks. Captures and
+checks watch their states, and restore them.
+
+1. The search begins at the modules' attributes and at the functions themselves.
+2. It walks into each value (``contents.walk``): a generator inside is found.
+3. A function leads to the values that it reads from its closure, its globals and its defaults; an object leads to the
+   methods of its class, once for each class.
+
+Functions and classes of libraries are not searched.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +27,7 @@ def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
     """The random generators that modules and functions can reach, by names that are the same on all ranks."""
     found, seen, classes = dict[str, Any](), set[int](), set[type]()
     waiting = deque[tuple[str, Any]](("loss_fn", each) for each in code)
+    # 1. where the search begins
     for module in map(loss_module, code):
         for path, part in () if module is None else module.named_modules():
             waiting += [(f"{path}.{name}", value) for name, value in vars(part).items()]
@@ -25,6 +37,7 @@ def own_generators(*code: Callable[..., Any] | None) -> dict[str, Any]:
         if id(value) in seen:
             continue
         seen.add(id(value))
+        # 2. and 3. generators inside, and where they lead
         for part in walk(_unwrapped(value)):
             inner = part.value
             if is_generator(inner) and all(inner is not other for other in found.values()):

@@ -201,7 +201,7 @@ def _gradient(arrival: Any) -> Any:
 
 
 def keep_finite(root: Any) -> None:
-    """Makes inf and nan 0 in the gradients behind a root, or roots: a loss without weight has the gradient 0, which may
+    """Makes inf and nan 0 in the gradients behind a root, or roots. A loss without weight has the gradient 0, which may
     meet 1 / 0 in the loss, and no rank that the stage meets must see it."""
     todo = [edge.node for edge in (root if isinstance(root, list) else [root]) if edge is not None]
     seen = set(todo)

@@ -1,4 +1,18 @@
-"""Attributes that forward sets. A graph writes the buffers among them in place: ``self.ema = 0.9 * self.ema + x``."""
+"""Attributes that forward sets while it is traced.
+
+Takes: the model, and each assignment of an attribute. Gives: three watchers, which keep, undo or refuse assignments.
+
+1. ``watching_attributes`` sees each assignment, before torch does.
+2. ``AssignedBuffers``: a buffer that is assigned a new tensor. A graph writes it in place: ``self.ema = 0.9 * self.ema
+   + x`` becomes ``self.ema.copy_(0.9 * self.ema + x)`` at the end of forward.
+3. ``CallAttributes``: an attribute that forward sets before it reads it belongs to one call, as a local variable does.
+   It may be set, and gets its earlier value back.
+4. ``CaptureGuard`` refuses all others: a pipeline would see the value of an earlier call. It restores the model after a
+   capture.
+
+For example, ``self.last = x.mean()`` alone is allowed; ``self.total = self.total + x.sum()`` of a plain attribute is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.patches import Patch, all_patched, patched
+from fxpipe.patches import Replacement, replaced
 from fxpipe.seeds import RandomState
 from fxpipe.snapshots.snapshot import MISSING, PLAIN_VALUE, Snapshot
 from fxpipe.stage.activation_checkpoints import checkpoints_as
@@ -38,7 +52,8 @@ def watching_attributes(
         if path is None or not takes(module, name, value, path):
             original(module, name, value)
 
-    with patched(nn.Module, "__setattr__", guarded), noting() as own.read:
+    # 1. see assignments and reads
+    with replaced([(nn.Module, "__setattr__", guarded)]), noting() as own.read:
         try:
             yield
         finally:
@@ -82,6 +97,8 @@ class CallAttributes:
         return was_read and vars(module).get(name, MISSING) is None and isinstance(value, PLAIN_VALUE)
 
     def put_back(self) -> None:
+        """Restores the values from before the first assignment of each attribute, and removes attributes that were
+        new."""
         while self._before:
             (_, name), (table, before) = self._before.popitem()
             table[name] = before
@@ -123,6 +140,7 @@ class AssignedBuffers:
                         before.copy_(table[name])
 
     def put_back(self) -> None:
+        """Puts the old buffers back into their tables."""
         for (_, name), (table, before, _) in self._assigned.items():
             table[name] = before
         self._assigned.clear()
@@ -132,7 +150,9 @@ class CaptureGuard:
     """Watches one capture of a model, and of its loss function if that is a module. The guard refuses code that the
     capture would record wrong, and restores the model and the random state.
 
-    ``has_regions``: whether the model has opaque regions, whose Python may read attributes that forward sets.
+    Its two contexts: ``preserving`` around the whole capture, and ``forward`` around each call of the model inside of
+    it. The tracers derive guards with further rules. ``has_regions``: whether the model has opaque regions, whose
+    Python may read attributes that forward sets.
     """
 
     def __init__(self, request: Request) -> None:
@@ -154,12 +174,12 @@ class CaptureGuard:
             self.random.rewind()
 
     @contextlib.contextmanager
-    def forward(self, patches: list[Patch]) -> Iterator[None]:
+    def forward(self, patches: list[Replacement]) -> Iterator[None]:
         """A context around the call of the model. TraceError if the call has changed attributes that it may not."""
         inference = torch.inference_mode, "__enter__", _no_inference_mode(torch.inference_mode.__enter__)
         attributes = watching_attributes(self.paths, self.take_attribute, self.own)
         checkpoints = checkpoints_as(refuse_checkpoint, refuse_checkpoint)
-        with all_patched([*patches, inference]), attributes, checkpoints:
+        with replaced([*patches, inference]), attributes, checkpoints:
             yield
         for root, snapshot in self.snapshots.items():
             refuse_changes(root, (name for name in snapshot.changes() if not self.may_change(name)), _RETURN_IT)
@@ -183,6 +203,8 @@ _RETURN_IT = "return the value instead, keep it in a local variable, or in a buf
 
 
 def _no_inference_mode(enter: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``inference_mode.__enter__``, which refuses to enter the mode."""
+
     def refused(block: torch.inference_mode) -> None:
         if block.mode:  # torch itself enters inference_mode(False) here and there
             raise refuse("inference mode is entered inside forward, which is not recorded", "use torch.no_grad()")

@@ -1,4 +1,17 @@
-"""Fake tensors: a model and a micro-batch with shapes and without values, for tracers that need shapes."""
+"""Fake tensors: a model and a micro-batch with shapes and without values, for tracers that need shapes.
+
+Takes: a module, and an example whose tensors are ``TensorSpec`` (shape, strides, dtype, device). Gives: ``fake_model``,
+a context in which fake tensors are in the place of the module's parameters and buffers, and ``FakeModel``, which makes
+further fake tensors.
+
+1. Each parameter and buffer gets one fake tensor of its shape and strides; tied tensors share it. A parameter has the
+   dtype of a step.
+2. The tables ``_parameters`` and ``_buffers`` of all submodules get the fake tensors.
+3. Afterwards the tables get their tensors back, and caches of users' modules that keep a fake tensor are emptied.
+
+No memory is allocated for the fake tensors, and no number is computed. It does not find fake tensors that forward keeps
+in a global or a class: the check of a capture finds these (``LEAKED``).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.errors import TraceError
-from fxpipe.patches import all_patched
+from fxpipe.patches import Replacement, replaced
 from fxpipe.snapshots.contents import users_modules, walk
 from fxpipe.specs import ITEMS, WORD, ObjectSpec, TensorSpec
 from fxpipe.torch_compat import pytree
@@ -48,7 +61,11 @@ class FakeModel:
     names: dict[int, str] = field(default_factory=dict)
 
     def inputs(self, example: Mapping[str, Any], any_words: bool = False) -> dict[str, Any]:
-        """The example's inputs, with a fake tensor for each ``TensorSpec``, and, if ``any_words``, for each string."""
+        """The example's inputs, with a fake tensor for each ``TensorSpec``, and, if ``any_words``, for each string.
+
+        A floating-point input has the dtype ``compute``, as the step casts it; the count of labels (``ITEMS``) keeps
+        its own.
+        """
         if any_words:
             example = pytree.tree_map_only(str, lambda _: WORD, dict(example))
         return {
@@ -85,31 +102,31 @@ class FakeModel:
 def fake_model(module: nn.Module, device: torch.device, compute: torch.dtype | None = None) -> Iterator[FakeModel]:
     """While this context is open, fake tensors replace the module's parameters and buffers; tied tensors stay tied.
 
-    ``compute``: the dtype of floating-point parameters and inputs (not buffers) in a run of the module. Tensors on the
-    meta device count as on ``device``. Afterwards the module holds its own tensors again, unchanged. No memory is
-    allocated for the fake tensors.
+    Args:
+        module: whose tables are changed, and restored also after an exception.
+        device: the device of fake tensors for tensors on the meta device.
+        compute: the dtype of floating-point parameters and inputs (not buffers) in a run of the module; None: their
+            own.
     """
     fake = FakeModel(FakeTensorMode(allow_non_fake_inputs=True), device, compute)
-    # by id: a tied parameter gets a single fake tensor for all of its names
+    # 1. by id: a tied parameter gets a single fake tensor for all of its names
     stand_ins: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], str, Tensor]] = []
+    rows: list[Replacement] = []
     for prefix, submodule in module.named_modules():
         for table in (submodule._parameters, submodule._buffers):
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                originals.append((table, name, tensor))
                 if id(tensor) not in stand_ins:
                     stand_in = stand_ins[id(tensor)] = _stand_in(fake, tensor)
                     fake.names[id(stand_in)] = f"{prefix}.{name}".lstrip(".")
+                rows.append((table, name, stand_ins[id(tensor)]))
+    # 2. and 3. Torch also logs no failures of operations on fake tensors, which the tracer handles.
+    rows += ((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
     try:
-        for table, name, tensor in originals:
-            table[name] = stand_ins[id(tensor)]
-        with quiet():
+        with replaced(rows):
             yield fake
     finally:
-        for table, name, tensor in originals:
-            table[name] = tensor
         _empty_caches()
 
 
@@ -145,6 +162,8 @@ def _empty_caches() -> None:
 
 
 def _caches(module: ModuleType) -> list[Any]:
+    """The ``functools.lru_cache`` objects among a module's values and in its classes; searched again only if the
+    module's values have changed."""
     values = [*vars(module).values()]
     ids = [*map(id, values)]
     # a search of every class takes longer than the capture of a small model
@@ -156,6 +175,7 @@ def _caches(module: ModuleType) -> list[Any]:
 
 
 def _stand_in(fake: FakeModel, tensor: Tensor) -> Tensor:
+    """The fake tensor of a parameter or buffer: a Parameter for a Parameter, of its strides and ``requires_grad``."""
     is_parameter = isinstance(tensor, nn.Parameter)
     dtype = fake.compute if is_parameter and tensor.is_floating_point() and fake.compute else tensor.dtype
     memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META)
@@ -188,11 +208,6 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, kinds) or (
         isinstance(error, (RuntimeError, TypeError)) and any(words in str(error) for words in _WITHOUT_NUMBERS)
     )
-
-
-def quiet() -> contextlib.AbstractContextManager[None]:
-    """While this context is open, torch logs no failures of operations on fake tensors: the tracer handles failures."""
-    return all_patched((logging.getLogger(name), "disabled", True) for name in CAPTURE_LOGS)
 
 
 _WITHOUT_NUMBERS = (

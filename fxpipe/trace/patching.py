@@ -1,4 +1,34 @@
-"""Patching: replaces functions of torch during a capture, and refuses code that the capture would record wrong."""
+"""Patching: replaces functions and attributes while a model is traced, and refuses code that a capture would record
+wrong.
+
+Takes: rows (owner, name, value in its place) from the tracers. Gives: contexts in which the values are in place, and
+the ``TraceError`` with the fact, the remedy, and the user's line.
+
+The file has three parts:
+
+1. Refusals: ``refuse`` makes the error, and ``refusing`` makes a function that raises it when user code calls it.
+2. Questions: ``as_in_run`` answers code that asks whether it is traced.
+3. Calls: ``handled`` gives each call of a module's method to a handler.
+
+``replaced`` in ``fxpipe.patches`` makes and undoes every replacement of these parts, and of the tracers. Tracers
+replace nothing in another way, except for ``sizes_like_any`` of torch_compat. examples/tracing_replaces.md gives the
+reasons:
+
+- All tracers: ``__setattr__`` and ``__getattribute__`` of nn.Module, ``Function.apply``, the generator of checkpoints,
+  ``__call__`` and opaque methods of the model's classes, ``__getattribute__`` of classes with attributes that regions
+  set.
+- ``symbolic`` refuses inference mode, autocast and reentrant checkpoints, and records ``zeros``, ``ones``, ``empty``,
+  ``rand``, ``randn``.
+- ``export`` refuses inference mode, reentrant checkpoints, ``autograd.grad``, ``backward``, hooks on tensors,
+  ``fork_rng``, and parameters from outside of the model.
+- ``export`` also sees ``register_buffer``, ``Tensor.data``, numbers and truth values of symbols, ``len`` in users'
+  modules, and decisions on sizes. It leaves out two passes for modes.
+- ``record`` refuses ``backward``, records autocast and ``vmap``, and leaves out checks of values.
+- ``export`` and ``record`` replace parameters and buffers, silence two loggers, and answer ``is_compiling``,
+  ``is_exporting`` and ``torch._subclasses``.
+
+Replacements are for the whole process. The modes and the recorder of boundaries are of the thread that captures.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +47,7 @@ from torch import nn
 
 from fxpipe.device import kinds
 from fxpipe.errors import TraceError
-from fxpipe.patches import all_patched
+from fxpipe.patches import replaced
 from fxpipe.torch_compat.fakes import fake_home
 from fxpipe.user_line import LINE, current_line, definition, is_users
 
@@ -43,14 +73,17 @@ BACKWARD = torch.autograd.backward
 """torch's own function, read before any patch, since a model may have bound that function, too."""
 
 
+# --- 1. Refusals ---
+
+
 def refuse(fact: str, instead: str) -> TraceError:
-    """The TraceError with the fact, the remedy and the user's current line."""
+    """The TraceError with the fact, the remedy and the user's current line. The caller raises it."""
     line = current_line()
     return TraceError(f"{fact}; {instead}" + (f"\n{line}" if line else ""))
 
 
 def refusing(fact: str, instead: str) -> Callable[..., Any]:
-    """A function that raises a TraceError when called."""
+    """A function that raises ``refuse(fact, instead)`` at each call, to put in place of a function of torch."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         raise refuse(fact, instead)
@@ -90,10 +123,21 @@ def plain_modes(grad: bool) -> Iterator[None]:
         yield
 
 
+# --- 2. Questions ---
+
+
 def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
-    """A tracer that tells code that asks whether it is traced that it runs. If a line is refused, the line's file is
-    told the truth; if that does not help, all files are. In a run transformers' models leave out a mask that hides
-    nothing, so that attention takes less time and memory."""
+    """A tracer that tells code that asks whether it is traced that it runs.
+
+    In a run transformers' models leave out a mask that hides nothing, so that attention takes less time and memory.
+
+    1. The tracer captures, and every question of users' code gets the answer of a run.
+    2. If it refuses a line, and some code has asked, it captures again. The file of that line, with all that it calls,
+       now gets the true answer.
+    3. If the same file is refused again, or no line is known, all files get the true answer.
+
+    The loop ends: each turn adds a file, or all files, and it raises the error if nobody asked.
+    """
 
     def captured(given: Given) -> Made:
         traced: tuple[str, ...] = ()
@@ -112,8 +156,11 @@ def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
 
 
 def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[None]:
-    """While this context is open, ``torch.compiler`` and the class of fake tensors tell users' code that it runs. Adds
-    each such question to ``asked``. Files with these beginnings, with all that they call, get the true answer."""
+    """While this context is open, ``torch.compiler`` and the class of fake tensors tell users' code that it runs.
+
+    Adds each such question to ``asked``. Files whose path begins with an entry of ``traced``, with all that they call,
+    get the true answer; so do torch and fxpipe, and functions named ``warn…``.
+    """
 
     def answer(name: str, true: Any, in_run: Any) -> Any:
         frame = sys._getframe(1)
@@ -134,8 +181,10 @@ def _told(asked: list[str], traced: tuple[str, ...]) -> AbstractContextManager[N
 
     asks = [getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")]
     patches = [(torch.compiler, ask.__name__, functools.partial(answer, ask.__name__, ask, False)) for ask in asks]
-    return all_patched([*patches, (torch, "_subclasses", Home("_subclasses"))])
+    return replaced([*patches, (torch, "_subclasses", Home("_subclasses"))])
 
+
+# --- 3. Calls ---
 
 Key = tuple[int, str]
 """(the id of a module's ``__dict__``, which torch.export's stand-in for the module shares; the name of a method)"""
@@ -144,10 +193,20 @@ Handler = Callable[[Key, Callable[..., Any], Any, Any], Any]
 
 
 def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> AbstractContextManager[None]:
-    """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes."""
+    """While this context is open, ``handle`` gets each call of these methods. It patches the modules' classes.
+
+    A class is patched, and not the module: Python looks up ``__call__`` on the class, and torch.export calls a stand-in
+    that shares the module's ``__dict__`` and derives from its class. Other modules of the class call the unpatched
+    method. Contexts nest: the inner context's handler gets the call first, and its ``inner`` is the outer context's.
+
+    Args:
+        methods: (module, name of a method or of a property whose value is a function).
+        handle: see ``Handler``. It decides whether, and with which arguments, the unpatched method runs.
+    """
     owners: dict[Key, type] = {(id(vars(module)), method): type(module) for module, method in methods}
 
     def patch(owner: type, method: str) -> Any:
+        """The replacement of a method, or a property whose value is a function, on its class."""
         own, plain = vars(owner).get(method), getattr(owner, method)
 
         def called(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -167,4 +226,4 @@ def handled(methods: Iterable[tuple[nn.Module, str]], handle: Handler) -> Abstra
         return call
 
     patches = {(owner, method): patch(owner, method) for (_, method), owner in owners.items()}
-    return all_patched((owner, method, call) for (owner, method), call in patches.items())
+    return replaced((owner, method, call) for (owner, method), call in patches.items())

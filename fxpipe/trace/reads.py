@@ -1,7 +1,20 @@
 """Reads: the attributes, submodules and hooks of a model that a capture has read, and whether they have changed.
 
-A captured program depends on their values. So every call asks for the number of the model's present state. A change of
-any value that a capture has read is a new state, and fxpipe captures the model once for each state.
+Takes: the attributes that were read in captures (``noting``). Gives: ``Reads``, a frozen value with the number of the
+model's present state. A capture is valid for one state.
+
+1. During a capture ``noting`` collects (module, name) of each attribute that is read.
+2. ``with_capture`` keeps their values, in the present state. Attributes of submodules that stages call are left out:
+   these are read anew in every step.
+3. Before each call ``at_present`` compares. First a glance, by identity; then all values.
+4. If a value has changed, the model may be in an earlier state again; otherwise it is in a new state, and fxpipe
+   captures it once more.
+
+For example, after ``model.beta = 0.5`` the next call is in state 1; after ``model.beta = 1.0`` again it is in state 0,
+without a capture.
+
+It does not see globals, closures and class attributes. Writes into tensors count only for tensors with whose numbers a
+capture has computed (``computed_with``).
 """
 
 from __future__ import annotations
@@ -18,7 +31,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
-from fxpipe.patches import patched
+from fxpipe.patches import replaced
 from fxpipe.snapshots.contents import alike, contents
 from fxpipe.snapshots.snapshot import Memo
 from fxpipe.stage.elsewhere import Gone
@@ -56,7 +69,11 @@ def ignoring_reads() -> Iterator[None]:
 @contextlib.contextmanager
 def noting() -> Iterator[set[Key]]:
     """Collects the attributes that captured code reads of any module while this context is open, except in
-    ``ignoring_reads``."""
+    ``ignoring_reads``.
+
+    Yields a set of (the id of a module's ``__dict__``, name), which grows while the context is open. Contexts nest, and
+    each collects.
+    """
     noted: set[Key] = set()
     original = nn.Module.__getattribute__
 
@@ -66,7 +83,7 @@ def noting() -> Iterator[set[Key]]:
             noted.add((id(object.__getattribute__(module, "__dict__")), name))
         return original(module, name)
 
-    with patched(nn.Module, "__getattribute__", note):
+    with replaced([(nn.Module, "__getattribute__", note)]):
         yield noted
 
 
@@ -97,11 +114,20 @@ class Reads:
         computed_with: Iterable[tuple[str, Tensor, int]] = (),
         memos: Iterable[Memo] = (),
     ) -> Reads:
-        """These reads and those of a capture of ``roots`` in the present state. ``live``: the submodules that stages
-        call; ``sets``, ``computed_with``, ``memos``: as in Program. TraceError for an attribute that forward sets in
-        some captures and reads in others.
+        """These reads and the reads of a capture of ``roots`` in the present state.
+
+        Args:
+            noted: the attributes that the capture has read.
+            roots: the model, and the loss function's module if any.
+            live: the submodules that stages call, which read their attributes in every step.
+            sets: attributes that forward sets before it reads them: see ``Program.sets``.
+            computed_with: tensors with whose numbers the capture has computed: see ``Program.computed_with``.
+            memos: attributes that are None until the first forward sets them: see ``Program.memos``.
+
+        Raises:
+            TraceError: forward sets an attribute in some captures and reads it in others.
         """
-        # a model wrapped with its loss function shares the model's __dict__: the entry must be the model
+        # 2. a model wrapped with its loss function shares the model's __dict__: the entry must be the model
         modules = dict(self.modules)
         for part in (part for root in roots for part in (plain_model(root), root)):
             for path, module in part.named_modules():
@@ -155,6 +181,7 @@ class Reads:
                     "has computed with the numbers that it had; register it (register_buffer), set another tensor in "
                     'its place, or pass tracer="record"'
                 )
+        # 3. the glance
         if self.glance is not None and self.glance.finds_nothing():
             return self
         # This compares attribute by attribute, and so comes after the glance, which ends nearly every call.
@@ -163,7 +190,7 @@ class Reads:
         changed = self._changed(state)
         if changed is None:
             return replace(self, glance=_Glance({*state, *self.buffers}, self.modules))
-        # the model may be in an earlier state again, whose captures are valid again
+        # 4. the model may be in an earlier state again, whose captures are valid again
         captured = (number for number, state in enumerate(self.states) if self._changed(state) is None)
         number = next(captured, len(self.states))
         if number == MOST:
@@ -197,6 +224,7 @@ class Reads:
         return next((self._name(key) for key in then.keys() & now if not alike(then[key], now[key])), "")
 
     def _changed(self, state: Mapping[Key, Any]) -> Key | None:
+        """The first attribute whose value is not the state's; None if all are equal."""
         for key, value in state.items():
             now = self._present(key)
             # most values are leaves, and still the same object
@@ -205,6 +233,7 @@ class Reads:
         return None
 
     def _check_buffers(self) -> None:
+        """RunError if a buffer that a capture uses is another tensor than it was."""
         for key, buffer in self.buffers.items():
             if self._buffer(key) is not buffer:
                 raise RunError(
@@ -235,6 +264,7 @@ class LatestReads:
         self.reads = Reads()
 
     def changed(self) -> str | None:
+        """The name of an attribute that has changed since the call's check; None if none has."""
         return self.reads.changed()
 
 
@@ -269,6 +299,7 @@ class _Glance:
         self._filled = [(value, was) for value, was in mutable if type(value) not in (dict, OrderedDict, list) or value]
 
     def finds_nothing(self) -> bool:
+        """Whether nothing has changed, by identity of attributes, emptiness of hooks, and contents of the rest."""
         return (
             all(all(map(is_, map(get, wanted), entries)) for get, wanted, entries in self._entries)
             and not any(self._empty)

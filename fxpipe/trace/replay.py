@@ -1,4 +1,15 @@
-"""Replay: runs a computation again from the same state, with the same random numbers."""
+"""Replay: runs a computation again from the same state, with the same random numbers.
+
+Takes: a computation, and a ``snapshot.State`` that the caller restores. Gives: contexts that make two runs comparable.
+``fxpipe.tensors.rounding`` compares their results.
+
+1. ``as_in_a_step``: the modes of a step; compiled code and reentrant checkpoints run plainly.
+2. ``same_draws``: each random operator starts from one seed, so that draws do not depend on the order of operators.
+3. ``own``: copies of the inputs, into which a run may write.
+4. ``Rounding``: the difference that rounding alone may make between two such runs.
+
+It restores no state itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +26,7 @@ from torch.utils import checkpoint as checkpointing
 from fxpipe.device import generators_of, is_accelerator
 from fxpipe.graph.packing import duplicate
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.patches import patched
+from fxpipe.patches import replaced
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.specs import cast_batch
 from fxpipe.stage.activation_checkpoints import run_reentrant
@@ -43,8 +54,10 @@ def gpus_of(modules: Sequence[nn.Module]) -> list[torch.device]:
 @contextlib.contextmanager
 def same_draws(devices: Sequence[torch.device], own: Generators) -> Iterator[None]:
     """While this context is open, each random operator starts from one seed, and each module's call resets Python's,
-    NumPy's and the ``own`` generators. So random numbers do not depend on earlier draws: stages draw in another order
-    than the model.
+    NumPy's and the ``own`` generators.
+
+    So random numbers do not depend on earlier draws: stages draw in another order than the model. All draws of one
+    shape are then equal, which is right for a comparison only.
     """
     draws, start = _Draws(devices), RandomState(own=own)
 
@@ -71,6 +84,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen = 0
 
     def count(self) -> None:
+        """RuntimeError after too many draws: a loop that draws until a condition holds would never end."""
         self._seen += 1
         if self._seen > MOST_DRAWS:
             raise RuntimeError(f"it draws random numbers, or calls modules, more than {MOST_DRAWS:,} times")
@@ -118,7 +132,7 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(patched(checkpointing.CheckpointFunction, "apply", run_reentrant))
+        stack.enter_context(replaced([(checkpointing.CheckpointFunction, "apply", run_reentrant)]))
         # autocast is off here; the call of the model or of a stage turns on the step's autocast
         stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:

@@ -1,4 +1,17 @@
-"""``Request``: the model, the loss function and the inputs that a tracer captures."""
+"""``Request``: what a tracer captures, as one frozen value; and the call of the model that all tracers make.
+
+Takes: a model, an optional loss function, the names and descriptions of inputs. Gives: ``Request.call``, which calls
+the model as plain PyTorch would, and ``Request.wanted``, the part of its result that a program returns.
+
+A tracer runs these steps, each with values of its own kind (proxies, or fake tensors):
+
+1. ``request.call(values)`` passes the values to the model's ``__call__``, so that hooks run, and its result to the loss
+   function.
+2. ``request.wanted(output)`` keeps the loss and other scalars in training, and everything in evaluation.
+
+A ``Request`` does not know how it is captured, and tracers change none of it: what they find out is in their
+``Program``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +48,11 @@ def named(places: Iterable[Place]) -> str:
 
 
 class Word:
-    """The stand-in for a string that a program leaves open. Forward may pass the ``Word`` on to opaque code only."""
+    """The stand-in for a string that a program leaves open, so that one capture is valid for any text.
+
+    Forward may ask whether it is a ``str``, and may pass it on to opaque code. Any other use raises a TraceError: the
+    value is not known. ``tensor``: the tracer's value that carries the string through the graph.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -130,14 +147,16 @@ class Request:
 
     @property
     def roots(self) -> list[nn.Module]:
-        """The model, and the loss function's module if any."""
+        """The model, and the loss function's module if any: the modules whose state a capture must leave unchanged."""
         return [self.module, *([] if self.loss_module is None else [self.loss_module])]
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
-        """The signature of a call: of the model's forward, with ``target`` added if the loss function takes a target.
+        """The signature of a call: of the model's forward, with ``target`` added as a keyword if the loss function
+        takes a target. A model whose forward itself names ``target`` keeps its own.
 
         A positional argument of a forward with ``*args, **kwargs`` has no name, and ``batch.bind`` refuses it.
+        TraceError for a forward that takes ``*args`` alone, whose inputs have no names at all.
         """
         signature = inspect.signature(module.forward)
         kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -158,19 +177,23 @@ class Request:
     def call(self, values: Mapping[str, Any]) -> Any:
         """Calls the model with a value for each of ``inputs``, and the loss function with the model's result.
 
-        The call passes arguments by position where possible, as hooks expect, and uses ``__call__``, so that hooks run.
+        ``values``: input's name → value; ``fixed`` adds the constants. The call passes arguments by position where
+        possible, as hooks expect, and uses ``__call__``, so that hooks run. ``around`` is open during the call. Returns
+        the loss function's result, or the model's own without a loss function, with tensors in place of each ``Word``.
         """
+        # 1. the arguments by name; the target goes to the loss function
         arguments = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
         takes_target = self.target in arguments and target_of(self.loss_fn) is not None
         target = (arguments.pop(self.target),) if takes_target else ()
-        # forward pre-hooks see positional arguments alone; arguments after a missing argument go by name
+        # 2. positional arguments: forward pre-hooks see these alone; arguments after a missing argument go by name
         leading = []
         for p in signature.parameters.values():
             if p.kind is not p.POSITIONAL_ONLY or (p.name not in arguments and p.default is p.empty):
                 break
             leading.append(arguments.pop(p.name, p.default))
         bound = signature.bind(*leading, **arguments)
+        # 3. the call
         with self.call_context():
             output = self.module(*bound.args, **bound.kwargs)
             return tensors_of_words(self.loss_fn(output, *target) if self.loss_fn else output)
@@ -202,4 +225,5 @@ _NUMBERS = Real, torch.SymInt, torch.SymFloat, Sum
 
 
 def _is_scalar(value: Any) -> bool:
+    """Whether a value is a number, or a tensor without dimensions, which is cheap to send to the output's stage."""
     return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, _NUMBERS)

@@ -1,6 +1,20 @@
 """Agreement: before each call the ranks of a pipe group agree on the kind of batch. Bad input fails on all ranks.
 
-A rank's inputs → a digest → the plan. The ranks settle a new digest once, by a full exchange.
+Takes: this rank's inputs, as a list of (args, kwargs). Gives: ``AgreedBatch``, with the plan that all ranks run, the
+same on each.
+
+1. ``propose``, on each rank alone: inputs are bound to names and described without their numbers. An error goes into
+   the proposal.
+2. ``settle``, together: each rank sends the number of its proposal, a digest. If these numbers are known, the kind is
+   known, and no more is sent.
+3. For new numbers, the ranks exchange their proposals, and merge them into one ``Batch``: a rank may lack inputs that
+   it does not read.
+4. The merged batch, the flags of the model and the answers to forward's questions make a ``Pattern``.
+5. For a new pattern, all ranks make a plan at once, and keep it only if all of them made the same. If forward asks a
+   new question, they answer it and settle again.
+
+So a call with a known kind costs one small collective of integers. It does not look at the numbers of tensors, and does
+not split the batch: the step does.
 """
 
 from __future__ import annotations
@@ -78,6 +92,10 @@ class ReportedCall(NamedTuple):
 
 
 def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str], model: nn.Module) -> None:
+    """RunError if a rank has reported an error, or if the calls of two ranks differ. The message names both ranks.
+
+    ``named``: a rank's name in messages. ``model``: for the names of parameters and modules.
+    """
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         if proposal.error:
@@ -123,7 +141,11 @@ class AgreedBatch:
 
 
 class Agreement:
-    """Settles calls, and remembers kinds of batch: for a known kind, each rank sends only a number."""
+    """Settles calls, and remembers kinds of batch: for a known kind, each rank sends only a number.
+
+    All ranks of a pipe group must make the same calls of ``settle``, in the same order. They then remember and forget
+    the same kinds in the same order.
+    """
 
     def __init__(self, plans: Plans, transport: Transport) -> None:
         self.plans, self._transport, self._options = plans, transport, plans.options
@@ -155,8 +177,19 @@ class Agreement:
     def propose(
         self, calls: Sequence[Call], split_evenly: bool, training: bool, wants_loss: bool = False
     ) -> tuple[Proposal, list[dict[str, Any]]]:
-        """Returns this rank's proposal, and its inputs by name. An error goes into the proposal; all ranks raise it."""
+        """Returns this rank's proposal, and its inputs by name. An error goes into the proposal; all ranks raise it.
+
+        Not collective: this rank alone describes its inputs, reads the counts of packed inputs (which waits for a GPU),
+        and answers forward's questions about its inputs.
+
+        Args:
+            calls: one (args, kwargs) for a batch that fxpipe splits, or one for each micro-batch.
+            split_evenly: whether fxpipe splits the batch.
+            training: whether the call computes gradients.
+            wants_loss: whether an evaluation is asked only for the loss.
+        """
         batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
+        # 1. describe, and catch what is wrong
         try:
             self._check_parameters()
             if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
@@ -258,11 +291,16 @@ class Agreement:
 
         If forward asks a new question about the inputs, all ranks of the pipe group find the question, answer it, and
         settle again.
+
+        Raises:
+            RunError: a rank has reported an error, or the calls, inputs or models of two ranks differ.
+            TraceError, PartitionError, ScheduleError: this rank cannot make a plan; other ranks raise a RunError that
+                quotes it.
         """
         replica_rows: tuple[Rows, ...] | None = None
         while True:
-            # 1. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of numbers
-            # needs a full exchange, and a set of equal numbers needs none.
+            # 2. and 3. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of
+            # numbers needs a full exchange, and a set of equal numbers needs none.
             key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
@@ -273,14 +311,14 @@ class Agreement:
                     if replica_rows is None and not isinstance(error, PeerLost):  # other replicas wait for the rows
                         self._replica_rows(str(error))
                     raise
-            # 2. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
+            # 4. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
             reported = self._reported[key]
             if replica_rows is None:  # all replicas gather the rows, once
                 replica_rows = self._replica_rows(reported.batch.sizes)
                 everyone: Rows = tuple(map(sum, zip(*replica_rows, strict=True)))
             rows = everyone if (key, everyone) in self._settled else None
             agreed = self._settled.pop((key, rows), None)
-            # 3. For a new kind, all ranks of the pipe group make captures and a plan at once.
+            # 5. For a new kind, all ranks of the pipe group make captures and a plan at once.
             if agreed is None:
                 try:
                     agreed = self._decide(reported, everyone, self._sample(reported, given))
@@ -353,6 +391,15 @@ class Agreement:
         return Sample(self.plans.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
 
     def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
+        """A new kind, with its plan. All ranks of the pipe group call this together, for the same pattern.
+
+        1. Make the plan, on all ranks or on none.
+        2. Open queues for pairs of ranks that the plan connects and no plan before it has.
+        3. Check that each rank was given the inputs that its stages read.
+        4. Find the row dimensions of gathered values, and number the layouts of messages.
+
+        RunError if a rank has no plan, or a different one; the plan state is then unchanged.
+        """
         pattern = self._pattern(reported, everyone)
         # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
         with phase("capture"):
@@ -379,6 +426,7 @@ class Agreement:
         return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
 
     def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
+        """RunError for an input that a rank's stages read and that the rank was not given."""
         for rank, proposal in enumerate(proposals):
             for description, graph in zip(proposal.given, plan.graphs, strict=False):  # the batch, or each micro-batch
                 needed = self.required(graph, rank if self._transport.pipe_rank is not None else None, False)
@@ -431,6 +479,7 @@ class Agreement:
 
     @property
     def _are_many(self) -> bool:
+        """Whether kinds, or captures, are above their limits."""
         return len(self._settled) > KINDS or len(self.plans.captures.guards) > MOST
 
     @property

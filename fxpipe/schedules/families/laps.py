@@ -1,8 +1,8 @@
 """Laps: the order of a chain that goes round its ranks, a group of micro-batches after the other, with several stages
 per rank (interleaved 1F1B, Narayanan et al. 2021, Megatron-LM).
 
-A rank runs a group of micro-batches through its first stage, then the same group through its second stage, and so on:
-when the first stage has finished the group, the group's first micro-batch has reached the second stage. Backwards go
+A rank runs a group of micro-batches through its first stage, then the same group through its second stage, and so on.
+When the first stage has finished the group, the group's first micro-batch has reached the second stage. Backwards go
 the other way.
 
     rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 ...
@@ -30,9 +30,9 @@ def laps(problem: Problem, split: bool = False) -> list[Maker]:
     """Returns makers of tables, on any graph and placement: in groups of a lap, and in equal groups, if these differ.
 
     A lap is ⌈D / v⌉ stages deep, p on Megatron's chain: v is the most stages of a rank, D the depth of ranks with v
-    stages. Groups of a lap hold least, but the last of them is smaller if the lap does not divide m, and ranks wait for
-    it. ⌊m / lap⌋ groups, at least 1, whose sizes differ by 1 at most, reach the lower bound on Megatron's chain for
-    each m ≥ p. ``split``: backwards are in halves.
+    stages. Groups of a lap hold least. But the last of them is smaller if the lap does not divide m, and ranks wait for
+    it. Equal groups, ⌊m / lap⌋ of them and at least 1, whose sizes differ by 1 at most, reach the lower bound on
+    Megatron's chain for each m ≥ p. ``split``: backwards are in halves.
     """
     most, m = max(len(stages) for stages in problem.stages_of), problem.microbatches
     going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
@@ -49,11 +49,11 @@ def _in_groups(problem: Problem, ends: Sequence[int], split: bool) -> tuple[Row,
 class _Laps(ListScheduler):
     """Lines of forwards, of backwards and of W's for each rank, which alternates, at any action times.
 
-    A rank warms up with the forwards that it needs until the first backward reaches it: a group for each of its stages
-    but the last, and the way from there to the sink and back. Then one forward, one backward. If that would deadlock,
-    the waiting ranks run further forwards. With halves, each rank holds until W what the first rank holds until I, and
-    at most D micro-batches for each of its stages, and one more where ranks would deadlock: then a W precedes the next
-    forward.
+    A rank warms up with the forwards that it needs until the first backward reaches it. These are a group for each of
+    its stages but the last, and the way from there to the sink and back. Then one forward, one backward. If that would
+    deadlock, the waiting ranks run further forwards. With halves, each rank holds until W what the first rank holds
+    until I. It holds at most D micro-batches for each of its stages, and one more where ranks would deadlock: then a W
+    precedes the next forward.
     """
 
     def __init__(self, problem: Problem, groups: Sequence[range], split: bool) -> None:

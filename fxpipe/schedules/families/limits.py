@@ -131,8 +131,8 @@ def round_trip_caps(problem: Problem) -> Caps:
     """Returns ⌈round trip(s) / bottleneck period⌉ per stage, by Little's law: enough to keep the busiest rank busy.
 
     The round trip goes from the start of a stage's forward to the end of its backward, over the longest path to a sink
-    and back, with the latency of messages both ways; the period is the busiest rank's time for a micro-batch. With
-    equal costs and no latency the cap is d(s), that of 1F1B. No cap exceeds the number of micro-batches.
+    and back, with the latency of messages both ways. The period is the busiest rank's time for a micro-batch. With
+    equal costs and no latency the cap is d(s), as for 1F1B. No cap exceeds the number of micro-batches.
     """
     costs, backward = problem.costs, problem.backward
     own = [costs.per_microbatch(stage, backward[stage]) for stage in range(len(problem.placement))]

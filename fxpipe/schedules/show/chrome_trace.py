@@ -91,7 +91,7 @@ def _around(timeline: ActionTimes) -> Iterator[Event]:
 
 
 def _bars(timeline: ActionTimes) -> Iterator[Event]:
-    """Yields the reductions and copies, on threads after those of the ranks: one for each lane, since slices of a
+    """Yields the reductions and copies, on threads after the ranks' threads: one for each lane, since slices of a
     thread may not overlap."""
     number = len(timeline.schedule.rows)
     for rank in range(len(timeline.schedule.rows)):

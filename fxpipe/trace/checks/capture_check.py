@@ -1,4 +1,20 @@
-"""Capture check: runs the stages of a capture against the model itself before a training run relies on the stages."""
+"""Capture check: runs the stages of a capture against the model itself before a training run relies on the stages.
+
+Takes: a ``StageGraph``, its ``Request``, and a ``Sample`` of micro-batches with numbers. Gives: the outcome in words
+for ``.stages``, or a TraceError with the first value that differs.
+
+1. The check is left out if it is not cheap, or if the model or the example has no numbers.
+2. Two micro-batches are chosen that differ, as a value of the first that became a constant then shows.
+3. The model runs on the first, then the stages from the same state with the same random numbers. Loss, gradients and
+   buffers are compared; then the same on the second, each in the state that it has reached.
+4. Values that are not close are suspects. Both run again: the stages count their operators, which gives the rounding
+   error that so many operators may have. A suspect beyond it is the TraceError.
+5. In training, the losses of both micro-batches together and apart show whether rows change each other's loss
+   (``row_check``).
+6. The model gets its state back.
+
+It compares on two micro-batches only: code that branches on other numbers is not seen. It changes no capture.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +60,10 @@ NOT_CHECKED = "not checked"
 
 @dataclass(frozen=True)
 class Sample:
-    """Micro-batches with real tensors: of the example, or of a batch after compile (``later``)."""
+    """Micro-batches with real tensors: of the example, or of a batch after compile (``later``).
+
+    ``batch_dim``: where inputs have their rows.
+    """
 
     batches: Sequence[Batch]
     batch_dim: BatchDim
@@ -84,6 +103,7 @@ def _perturbed(leaf: Tensor) -> Tensor:
 
 
 def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
+    """The first half of a tensor's rows twice, with as many rows as before."""
     if along is None or not leaf.dim() or leaf.is_meta:
         return leaf
     rows = leaf.shape[along]
@@ -91,6 +111,7 @@ def _first_half_twice(leaf: Tensor, along: Any) -> Tensor:
 
 
 def _equal(batch: Batch, other: Batch) -> bool:
+    """Whether all tensors of two micro-batches are equal."""
     leaves, others = pytree.tree_leaves(dict(batch)), pytree.tree_leaves(dict(other))
     pairs = zip(leaves, others, strict=False)  # lists have as many entries as there are rows
     return len(leaves) == len(others) and all(
@@ -112,29 +133,40 @@ def check(
     Both runs begin from the same state, which is restored, and draw the same random numbers. Values are equal within
     ``CLOSE`` units in the last place of a tensor's largest number, or within the ``tolerance`` of ``Rounding``.
 
-    ``holds``: whether the stages are valid for a micro-batch, by the values that forward asks for.
+    Args:
+        graph: the stages, on this process.
+        request: the capture; its model runs for comparison.
+        sample: the micro-batches.
+        places: the indices of the micro-batches that this capture is for. The first of them is compared.
+        holds: whether the stages are valid for a micro-batch, by the values that forward asks for.
+        loss_weight: the user's weights of micro-batches, for the check of rows.
 
-    Warns if the rows of two micro-batches change each other's loss and no stage gathers the rows.
+    Returns:
+        The outcome in words, for ``.stages``.
 
-    Returns the outcome in words, for ``.stages``. TraceError with the first value that differs; RunError if the loss is
-    a sum.
+    Raises:
+        TraceError: the first value that differs.
+        RunError: the loss is a sum over rows.
     """
+    # 1. whether to check
     why = _unfit(request, sample.batches[places[0]])
     if why:
         return f"{NOT_CHECKED}: {why}"
     why = "the example has one row, or rows that are all equal, or other values that forward asks for"
     norms = any(isinstance(part, BATCH_STATISTICS) and part.training for part in request.module.modules())
+    # 2. two micro-batches
     pairs = [pair for pair in sample.pairs(places) if all(map(holds, pair))]
     with in_compute_dtype(request):
         for batches in pairs:
             trial = _Trial(graph, request, batches)
             try:
-                if why := trial.compare():
+                if why := trial.compare():  # 3. and 4.
                     continue
+                # 5. rows
                 if request.training and len(sample.batches) > 1 and not (sample.later or graph.gathers):
                     losses = Losses(trial.loss, batches, sample.batch_dim, trial.losses)
                     check_rows(losses, loss_weight, len(sample.batches), norms)
-            finally:
+            finally:  # 6. restore
                 trial.start.restore()
             seen = "; batch statistics are those of a micro-batch" * norms
             return f"checked against the model on 2 micro-batches{seen}"
@@ -142,6 +174,7 @@ def check(
 
 
 def _in_a_line(error: Exception) -> str:
+    """An error's class, and the first line of its message."""
     texts = str(error).strip().splitlines()
     return f"{type(error).__name__}: {texts[0] if texts else ''}"
 
@@ -261,6 +294,8 @@ class _Trial:
         return ""
 
     def _compare_on(self, microbatch: int) -> str:
+        """Runs both on a micro-batch, and adds what is not close to the suspects. Returns the reason if the model
+        fails."""
         try:
             self._wanted = Seen()
             self._wanted = wanted = self.run(self.model, microbatch)
@@ -288,6 +323,8 @@ class _Trial:
         return ""
 
     def model(self, batch: Batch, microbatch: int) -> Seen:
+        """The values of the model on a micro-batch. Regions are called as modules, so that random numbers begin anew
+        there."""
         watched = watching(self.request.module, self.request.whole, _Called())
         with watched, within(self.request.autocast):
             result = self.request.call(batch)
@@ -300,6 +337,7 @@ class _Trial:
         return self._seen(result, microbatch, gradients)
 
     def stages(self, batch: Batch, microbatch: int) -> Seen:
+        """The values of the stages on a micro-batch: all forwards, then all backwards."""
         # Stages run as on their ranks, but in one process: an output goes to the stages that take it, and is released.
         arrived: dict[Edge, Any] = {}
         saved: list[Saved] = []
@@ -331,6 +369,7 @@ class _Trial:
             return self._summed(saved, parameters)
 
     def _summed(self, saved: Sequence[Saved], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Each parameter's gradient, summed over the stages' backwards, which run in reverse order."""
         sums: list[Tensor | None] = [None] * len(parameters)
         returned: dict[Edge, Any] = {}
         for stage, data in reversed(list(zip(self.graph, saved, strict=True))):
@@ -384,6 +423,7 @@ class _Trial:
             return read_loss(self.request.call(own(self.request, batch)))
 
     def _difference(self, fact: Fact, got: Tensor | None, wanted: Tensor | None) -> str:
+        """A suspect in words: the value in the stages and in the model, at the place where they differ most."""
         owners = [stage.name for stage in self.graph if fact.name in stage.tensors]
         if fact.kind not in (GRADIENT, BUFFER):
             owners = [self.graph[self.graph.output_stage].name]

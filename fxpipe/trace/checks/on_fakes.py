@@ -1,4 +1,13 @@
-"""On fakes: runs a program's nodes on fake tensors, which have shapes and no numbers."""
+"""On fakes: runs a program's nodes on fake tensors, which have shapes and no numbers.
+
+Takes: a ``Program`` that is already captured, and an example of any sizes. Gives: ``shapes_of``, the shapes of each
+node's value for this example.
+
+1. Fake tensors replace the model's tensors; attributes and random generators are restored at the end.
+2. Each node whose operands are known runs, in its modes.
+3. A node that fails, as it needs numbers, is unknown, and so are all nodes that use it. If the capture is valid for one
+   size only, its own shapes are known.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +49,7 @@ def faked(value: Any, fake: FakeModel) -> Any:
 
 
 def attribute(program: Program, node: Node, fake: FakeModel) -> Any:
+    """The value of a ``get_attr`` node: the model's own tensors are fake already, and a constant is faked here."""
     value = program.attribute(node)
     return faked(value, fake) if str(node.target) in program.constants else value
 
@@ -59,6 +69,7 @@ def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
 
 @contextmanager
 def modes_of(node: Node) -> Iterator[None]:
+    """A context in the grad mode and autocast in which forward ran the node."""
     modes = node.meta.get("modes")
     if modes is None:
         yield
@@ -83,6 +94,7 @@ def shapes_of(
     """
     values: dict[Node, Any] = {}
     of_one_size = not program.holds_for_any_size and program.holds_for is None
+    # 1. fake tensors
     with (
         left_as_it_is(program),
         fake_model(program.module, device, compute) as fake,
@@ -91,7 +103,7 @@ def shapes_of(
         within(autocast),
         fake.mode,
     ):
-        # A node with an unknown operand is unknown, too: a guess would report a row dimension that does not exist.
+        # 2. A node with an unknown operand is unknown, too: a guess would report a row dimension that does not exist.
         for node in program.nodes:
             if node.op == "output" or not all(operand in values for operand in node.all_input_nodes):
                 continue
@@ -104,7 +116,7 @@ def shapes_of(
                 else:
                     with modes_of(node):
                         values[node] = call_node(program, node, values)
-            except Exception:  # any error leaves the node's shapes unknown
+            except Exception:  # 3. any error leaves the node's shapes unknown
                 if of_one_size and "val" in node.meta:
                     values[node] = faked(node.meta["val"], fake)
     return {

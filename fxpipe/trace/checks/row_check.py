@@ -1,11 +1,19 @@
 """Row check: whether rows of a batch change each other's loss, as in a contrastive loss; micro-batches lose this.
 
+Takes: the losses of two micro-batches A and B, which it asks for in any combination, or the shapes of a program's
+values. Gives: a warning, or a RunError if the loss is a sum over rows.
+
 Let f(X, Y) be the loss of a batch whose first rows are X and last rows are Y, at one seed. Independent rows have
 
     f(A, B) + f(B, A) = 2 (w_A f(A, A) + w_B f(B, B)) / (w_A + w_B),
 
-noise included, which depends on a row's position. w: the weights that a step gives the micro-batches A and B. If the
-model cannot run, shapes decide: in a matrix of rows against rows, two dimensions double with the number of rows.
+noise included, which depends on a row's position. w: the weights that a step gives the micro-batches A and B.
+
+1. If the loss has no noise, f(A, B) and the mean of f(A) and f(B) decide.
+2. Otherwise, four runs decide by the formula, to half of the digits.
+3. Independent rows whose loss grows with their number are a sum.
+
+If the model cannot run, shapes decide: in a matrix of rows against rows, two dimensions double with the number of rows.
 """
 
 from __future__ import annotations
@@ -49,6 +57,7 @@ class Losses:
     known: dict[tuple[int, ...], MicrobatchLoss]
 
     def of(self, *numbers: int) -> MicrobatchLoss:
+        """The loss of the rows of these micro-batches, one after the other; computed once."""
         if numbers not in self.known:
             parts = [self.batches[number] for number in numbers]
             items = [part[ITEMS] for part in parts if part.get(ITEMS) is not None]
@@ -71,7 +80,7 @@ def check_rows(losses: Losses, loss_weight: Callable[..., Any] | None, microbatc
         return  # the counts of packed rows belong to other rows
     told = "" if norms else _rows_interact(losses, loss_weight)
     warn_of_rows(told or "")
-    if told == "":
+    if told == "":  # 3. independent rows
         _check_is_mean(losses, microbatches)
 
 
@@ -81,10 +90,11 @@ def _rows_interact(losses: Losses, loss_weight: Callable[..., Any] | None) -> st
     try:
         weights = [1.0 if loss_weight is None else float(loss_weight(*batch.values())) for batch in losses.batches]
         first, apart = losses.mean([1.0], (0, 1)), losses.mean(weights, (0,), (1,))
-        # Without noise one run decides: f(A, B) is the mean of f(A) and f(B), and a sum's is not. Noise agrees to three
-        # quarters of float32's digits in one of 10,000 models.
+        # 1. Without noise one run decides: f(A, B) is the mean of f(A) and f(B), and a sum's is not. Noise agrees to
+        # three quarters of float32's digits in one of 10,000 models.
         if unit(first) <= torch.finfo(torch.float32).eps and is_close(apart, first, unit(first) ** 0.75):
             return None
+        # 2. with noise
         together, apart = losses.mean([1.0, 1.0], (0, 1), (1, 0)), losses.mean(weights, (0, 0), (1, 1))
     except Exception:  # inputs that cannot be joined, or a model for a fixed number of rows
         return ""

@@ -1,4 +1,11 @@
-"""Sizes: finds the sizes in which micro-batches of one kind differ."""
+"""Sizes: finds the sizes in which micro-batches of one kind differ.
+
+Takes: descriptions of micro-batches, which have shapes and no numbers. Gives: which dimensions vary (``varying``), and
+maps from old to new sizes (``sizes_between``).
+
+Micro-batches with an equal ``outline`` differ in sizes alone: ``fxpipe.capture.guard`` keeps a ``Family`` for them. A
+dimension of size 1 never counts as varying: it may be broadcast, which is another program.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +80,10 @@ def unlike(then: Description, now: Description) -> tuple[int, int]:
 
 
 def outline(description: Description) -> Hashable:
-    """A key that is equal for micro-batches that differ only in sizes."""
+    """A key that is equal for micro-batches that differ only in sizes.
+
+    It has the numbers of dimensions, dtypes, devices and ``requires_grad`` of tensors, and the values of other leaves.
+    """
 
     # The key has the number of dimensions, and no sizes; strides follow from sizes, and are left out, too.
     def without_sizes(leaf: object) -> object:

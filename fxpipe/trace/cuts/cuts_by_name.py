@@ -1,4 +1,17 @@
-"""Reads ``compile(boundaries=...)``: which submodules are cut, and on which side of their calls."""
+"""Reads ``compile(boundaries=...)``: which submodules are cut, and on which side of their calls.
+
+Takes: the model, and any of the forms that users write. Gives: ``Resolved`` with cuts (submodule's path → side), opaque
+regions, and whether a search shall find the cuts.
+
+1. ``_rules`` turns every form into pairs (name or pattern, rule).
+2. A pattern becomes the paths that match it, in the model's order.
+3. A rule "whole" becomes regions; all others become cuts, which add up for a submodule.
+4. Contradictions are refused: cuts inside of opaque submodules, rules beside "auto", modules that are never called.
+
+For example, for six layers, ``{"layers.*": {"every": 2}}`` cuts before ``layers.2`` and before ``layers.4``.
+
+It runs nothing: whether forward calls a named submodule is seen in the capture (``cutting``).
+"""
 
 from __future__ import annotations
 
@@ -52,11 +65,15 @@ class Resolved(NamedTuple):
 def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     """Reads ``boundaries=``; PartitionError for a name of no submodule that can be cut, or be opaque.
 
-    ``boundaries``: one or several names, each cut before; a dict of name → ``"before"``, ``"after"``, ``"both"``, or
-    ``{"every": n, "cut": "before"}``, which cuts between groups of n submodules, or ``{"cut": "after", "gather":
-    "batch"}``, whose boundary gathers as ``stage_boundary`` does, with an optional ``"group"``; or a function from the
-    dict of all submodules to any of these. A name may be a pattern, ``"model.layers.*"``: each part of the pattern
-    matches one part of a path. Several rules for a submodule add up, as do the rules of a list.
+    ``boundaries``: one or several names, each cut before; a dict of name → rule; or a function from the dict of all
+    submodules to any of these. These are the rules:
+
+    - ``"before"``, ``"after"``, ``"both"``: where each call is cut.
+    - ``{"every": n, "cut": "before"}``: cuts between groups of n submodules.
+    - ``{"cut": "after", "gather": "batch"}``: the boundary gathers as ``stage_boundary`` does; ``"group"`` is optional.
+
+    A name may be a pattern, ``"model.layers.*"``: each part of the pattern matches one part of a path. Several rules
+    for a submodule add up, as do the rules of a list.
 
     ``"whole"`` makes submodules, or a method, ``"model.get_rope_index"``, opaque regions. So does ``{"whole": result}``
     for a model that cannot run beforehand: ``result`` describes the call's result by tensors on any device.
@@ -65,6 +82,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     {'2': 'before', '4': 'before'}
     """
     modules = dict(plain_model(model).named_modules(remove_duplicate=False))
+    # 1. rules
     rules = list(_rules(modules, boundaries))
     found = next((rule for name, rule in rules if name == ALL and isinstance(rule, Cuts)), None)
     finds_cuts = found is not None or (ALL, AUTO) in rules
@@ -73,6 +91,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
     for name, rule in rules:
         if name == ALL and rule in (AUTO, found):
             continue
+        # 2. and 3. paths, and what they become
         if _is_whole(rule):
             for region in _regions(modules, name, rule):
                 regions.setdefault(region.name, region)  # the first rule for a region counts
@@ -89,6 +108,7 @@ def resolve(model: nn.Module, boundaries: Boundaries) -> Resolved:
             if sides.get(side) not in (None, gather):
                 raise PartitionError(f"boundaries= gathers {side} {path!r} in two ways; write one")
             sides[side] = sides.get(side) or gather
+    # 4. cuts and regions together
     _check_outside(cuts, regions.values())
     cut = {path: _cut(cuts[path]) for path in modules if path in cuts}
     return Resolved(cut, (*regions.values(),), finds_cuts, found)
@@ -110,6 +130,7 @@ def _check_outside(cut: Iterable[str], regions: Collection[Region]) -> None:
 
 
 def _is_whole(rule: Any) -> bool:
+    """Whether a rule makes a part opaque."""
     return rule == WHOLE if isinstance(rule, str) else isinstance(rule, Mapping) and WHOLE in rule
 
 
@@ -136,6 +157,7 @@ def _regions(modules: Mapping[str, nn.Module], name: str, rule: str | Mapping[st
 
 
 def _cut(sides: Mapping[Side, Gather | None]) -> Cut:
+    """The form in which a ``Request`` has the cut: only the side, unless a boundary gathers."""
     side = next(iter(sides)) if len(sides) == 1 else "both"
     if all(gather is None for gather in sides.values()):
         return side

@@ -1,4 +1,18 @@
-"""Cuts by name: during a capture, calls of the named submodules are cut as if forward called ``stage_boundary``."""
+"""Cuts by name: during a capture, calls of the named submodules are cut as if forward called ``stage_boundary``. All
+tracers use it, and the same code lets a value cross a boundary.
+
+Takes: the model, and the cuts (submodule's path → side). Gives: ``cutting``, a context around one run of the model;
+``crossing``, a value with its tensors behind a boundary; ``check_boundaries``, which compares the graph with the run.
+
+For a call ``y = self.block(x, cache)`` with a cut "before":
+
+1. All tensors in the arguments go through one boundary named after the submodule. The model's own tensors do not.
+2. The submodule is called with the tensors behind the boundary, in copies of the lists and dicts.
+3. What the submodule changed in these copies is repeated in the caller's lists and dicts.
+
+A cut "after" lets the tensors of the result go through one boundary. It makes no stages: passes do this later, from the
+``boundary`` nodes.
+"""
 
 from __future__ import annotations
 
@@ -68,12 +82,14 @@ class _CutCalls:
                     gathers[side] = gathers.get(side) or gather
 
     def call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Handles a call of a named submodule: boundaries around the unpatched call."""
         named = self.named[key[0]]
         named.calls += 1
         path, gathers = named.path, named.gathers
         if "before" not in gathers:
             output = inner(*args, **kwargs)
         else:
+            # 1. to 3. cross, call, repeat changes
             arguments = tuple(args), dict(kwargs)
             behind = self._cross(arguments, path, gathers["before"], f"{path} is given")
             passed = _Passed(arguments, behind, path)
@@ -88,6 +104,7 @@ class _CutCalls:
         return crossing(value, self._may_cross, carry, _is_leaf, refusal)
 
     def _may_cross(self, leaf: Any) -> bool:
+        """Whether a leaf is a traced tensor that is no parameter or buffer of the model."""
         if isinstance(leaf, fx.Proxy):
             return leaf.node.op != "get_attr"
         return isinstance(leaf, Tensor) and id(leaf) not in self._own_tensors
@@ -98,6 +115,7 @@ class _CutCalls:
         return {id(tensor): tensor for tensor in [*self.module.parameters(), *self.module.buffers()]}
 
     def check_called(self) -> None:
+        """TraceError for a named submodule that was never called."""
         never = [named.path for named in self.named.values() if not named.calls]
         if never:
             raise TraceError(
@@ -129,6 +147,7 @@ class _Passed:
         self._pair(caller, behind)
 
     def _pair(self, caller: Any, behind: Any) -> None:
+        """Pairs a value with the value after the boundary, and all that is in both, container by container."""
         self._callers[id(behind)] = caller
         if caller is behind or (_is_leaf(caller) and not fields_of(caller)):
             return
@@ -189,7 +208,12 @@ def crossing(
 ) -> Any:
     """``value`` with each traced tensor replaced by the tensor that ``carry`` returns for it, after the boundary.
 
-    ``refusal``: the fact and the remedy of the TraceError if ``value`` holds no traced tensor.
+    Args:
+        value: a tensor, or any pytree or dataclass with tensors. Other leaves stay the same objects.
+        is_traced: whether a leaf is a tensor of the tracer.
+        carry: the traced tensors, in order → as many tensors behind one boundary.
+        is_leaf: what counts as a leaf, besides pytree's own leaves.
+        refusal: the fact and the remedy of the TraceError if ``value`` holds no traced tensor.
     """
     leaves, build = _flat(value, is_leaf, is_traced)
     places = [index for index, leaf in enumerate(leaves) if is_traced(leaf)]
@@ -232,6 +256,7 @@ def _flat(
 
 
 def _with_fields(value: Any, names: Sequence[str], build: Callable[[Iterator[Any]], Any], others: Iterator[Any]) -> Any:
+    """A copy of a dataclass with new values in the named fields, without a call of its ``__init__``."""
     again = copy.copy(value)
     for name, part in zip(names, build(others), strict=True):
         object.__setattr__(again, name, part)

@@ -1,6 +1,27 @@
 """Converts an exported program to a ``Program``: inputs, parameters and boundaries keep the model's names.
 
-torch.export leaves changes of grad mode and autocast as operations; the conversion puts the modes into node.meta.
+Takes: the ``ExportedProgram``, the model, the inputs, and the calls of opaque regions. Gives: ``Program`` with its
+constants, effects, and the guard of its symbolic sizes.
+
+1. Placeholders of the export are sorted: tensors of the batch, results of regions, and lifted parameters, buffers and
+   constants.
+2. The graph gets one placeholder for each input by name. A tensor inside a container becomes ``getitem`` nodes, at its
+   first use.
+3. Each operation becomes a node with its fake value, its symbolic sizes, its submodules and the user's line. Assertions
+   are left out.
+4. Operations that change grad mode or autocast become no nodes. The modes at each node are in ``node.meta["modes"]``:
+   torch.export leaves such changes as operations in the graph.
+5. The operator ``whole`` becomes a call of the region, ``marked`` becomes ``boundary``.
+6. The guards of the export become the program's ``holds_for``, and checks of the results of regions.
+
+For example, of ``with torch.no_grad(): y = self.head(x)`` the export has three nodes and the program one::
+
+    set_grad_enabled(False)
+    %linear = aten.linear(%x, %p_head_weight)      →  %linear = aten.linear(%x, %head_weight)   modes: grad off
+    set_grad_enabled(True)
+
+It runs nothing, and does not look at values. It refuses operators that mean nothing outside of the function around
+them, such as the body of a loop, and tensors whose shape depends on values.
 """
 
 from __future__ import annotations
@@ -22,7 +43,7 @@ from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import boundary
 from fxpipe.graph.program import Effects, Program, SizeGuard
 from fxpipe.graph.stage_graph import first_names
-from fxpipe.patches import all_patched
+from fxpipe.patches import replaced
 from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.stage.modes import Autocast, Modes
 from fxpipe.stage.opaque_call import TENSOR
@@ -48,14 +69,14 @@ _ASKED = re.compile(r"L\['t(\d+)'\]")
 def modes_as_operations() -> AbstractContextManager[None]:
     """While this context is open, torch.export leaves changes of modes as operations in the graph.
 
-    By default torch.export moves the operations of a mode into a submodule, which hides boundaries, and torch 2.13
-    loses a ``no_grad`` inside an autocast region. torch has no switch for that, so fxpipe replaces its two passes.
+    By default torch.export moves the operations of a mode into a submodule, which hides boundaries. Torch 2.13 also
+    loses a ``no_grad`` inside an autocast region. Torch has no switch for that, so fxpipe replaces its two passes.
     """
 
     def unchanged(graph_module: Any, signature: Any) -> tuple[Any, Any]:
         return graph_module, signature
 
-    return all_patched((module, name, unchanged) for module, name in mode_passes())
+    return replaced((module, name, unchanged) for module, name in mode_passes())
 
 
 @dataclass
@@ -103,7 +124,8 @@ class _ModesInGraph:
 
 
 class _Unconverted(TraceError):
-    """An operation that no stage can run. ``method``: (the path of the submodule around it, ""); None if unknown."""
+    """An operation that no stage can run. ``method``: (the path of the submodule around it, ""); None if unknown. The
+    part can then be made opaque, although the error is raised after forward has returned."""
 
     def __init__(self, text: str, method: tuple[str, str] | None) -> None:
         super().__init__(text)
@@ -146,6 +168,7 @@ class Conversion:
         tensor that forward uses; torch.export's name)."""
         self._flat: list[Node] = []
         """The placeholders of the batch's tensors, followed by the placeholders of the stand-ins."""
+        # 1. the export's placeholders
         self._sort_inputs()
         # torch.export flattens the batch first, then the results of regions
         leaves, _ = pytree.tree_flatten_with_path(dict(self.values))
@@ -158,10 +181,13 @@ class Conversion:
         self._guards = self._guards_of_calls()
 
     def program(self) -> Program:
+        """Converts all operations in order. TraceError, with the submodule and line, for one that no stage can run."""
+        # 2. inputs by name (1. is done in __post_init__)
         for name, value in self.values.items():
             placeholder = self._graph.placeholder(name)
             placeholder.meta["val"] = value
             self._parts[(pytree.MappingKey(name),)] = placeholder
+        # 3. to 5. operations, without assertions, changes of modes and late sizes
         checks = self._checks()
         for node in self.exported.graph.nodes:
             is_done = node.op != "call_function" or node in checks or self._modes.follow(node)
@@ -199,7 +225,7 @@ class Conversion:
         own = [path for path, part in parts.items() if not type(part).__module__.startswith("torch.nn.")]
         return _Unconverted(str(error), (own[-1], "") if own else None)
 
-    # the size conditions that the graph assumes
+    # 6. the size conditions that the graph assumes
 
     def _taken_for_granted(self) -> list[str]:
         """The conditions on the sizes of inputs and of region results under which the graph is valid."""
@@ -236,6 +262,7 @@ class Conversion:
         return node.target is _SIZE and node.args[0] in self._stand_ins
 
     def _convert(self, node: Node) -> Node:
+        """Adds the node for one operation of the export."""
         if not _is_known(node.target):
             # a higher-order operator, such as a branch or a loop, or a part of a transform such as torch.vmap
             raise TraceError(
@@ -290,6 +317,8 @@ class Conversion:
     # inputs, parameters, buffers and constants
 
     def _sort_inputs(self) -> None:
+        """Fills ``_flat`` and ``_lifted`` from the signature of the export. A tied parameter has the first of its
+        names."""
         inputs = [node for node in self.exported.graph.nodes if node.op == "placeholder"]
         for node, spec in zip(inputs, self.exported.graph_signature.input_specs, strict=True):
             target, own_name = str(spec.target), ""
@@ -302,6 +331,8 @@ class Conversion:
                 self._lifted[node] = own_name, target
 
     def _read(self, node: Node) -> Node:
+        """The new graph's node for a node of the export. Inputs, parameters and constants are made at their first use;
+        a late size is converted now. TraceError for a node that is none of these."""
         if node in self._built:
             return self._built[node]
         if self._is_late(node):
@@ -351,7 +382,13 @@ class Conversion:
         return self._sources[name]
 
     def _constant(self, node: Node, target: str) -> str:
-        """The name of a tensor that forward uses: the name in the model, or a new name for a constant."""
+        """The name of a tensor that forward uses: the name in the model, or a new name for a constant.
+
+        The tensor is compared by memory and layout, as torch.export puts other objects in the places of parameters.
+
+        TraceError for a fake tensor that forward has kept from an earlier capture, or an object that is no tensor. Also
+        for a view that was made outside of forward, and a tensor that requires a gradient.
+        """
         tensor = self.exported.constants[target]
         if isinstance(tensor, FakeTensor):
             raise TraceError(LEAKED + _line_of(*node.users))
@@ -377,6 +414,7 @@ class Conversion:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """The facts by which two tensors of the same memory are the same tensor."""
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
@@ -422,6 +460,7 @@ def _line_of(*nodes: Node) -> str:
 
 
 def _is_symbolic(tensor: Tensor) -> bool:
+    """Whether a size of the tensor is symbolic."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 

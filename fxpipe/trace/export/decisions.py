@@ -1,4 +1,18 @@
-"""Decisions: answers for forward during an export, when it reads values of fake tensors, or symbolic sizes."""
+"""Decisions: answers for forward during an export, when it reads values of fake tensors, or symbolic sizes.
+
+Takes: the answers that are known for the micro-batch (question's key → bool, number or list). Gives: contexts in which
+reads of values return these answers, and in which ``len`` of a tensor stays symbolic.
+
+1. Forward reads a value: ``if mask.all():``, ``int(lengths.max())``, ``mask.nonzero()``.
+2. If torch knows the value without numbers, it is returned.
+3. Otherwise the computation of the value in the graph is described by a digest. The digest is the question's key, so
+   that equal computations have one answer, wherever they are written.
+4. If ``answers`` has the key, the answer is returned and noted in ``used``.
+5. If not, ``Asked`` ends forward. The export then returns the asked value, and a program that computes it for later
+   batches.
+
+Values of floating-point tensors are never asked for, except for a truth value.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +26,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.graph.question import Answer, QuestionKind
-from fxpipe.patches import all_patched, patched
+from fxpipe.patches import replaced
 from fxpipe.snapshots.contents import users_modules
 from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.sizes import SIZE_DECISIONS, fix_size, is_unbacked, known_truth
@@ -52,14 +66,16 @@ class Decisions(TorchFunctionMode):
         symbolic: list[tuple[Any, str, QuestionKind]] = [(torch.SymBool, "__bool__", "truth")]
         symbolic += [(torch.SymInt, name, "number") for name in ("__int__", "__index__") if self._numbers]
         patches = [(owner, name, self._instead_of(getattr(owner, name), kind)) for owner, name, kind in symbolic]
-        with all_patched(patches), self:
+        with replaced(patches), self:
             yield
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # 1. and 2. a value that forward reads and torch knows
         kind = _KINDS.get(function)
         if kind is not None and _is_asked(args[0]) and (known := computed(function, args[0])) is not None:
             return known
+        # 3. to 5. a value that only the inputs decide
         if kind is not None and self._answers(kind, args[0]):
             is_truth = kind == "number" and args[0].dtype == torch.bool
             return _as_lists(self._asked(args[0], "truth" if is_truth else kind, self._made(args[0])))
@@ -97,9 +113,11 @@ class Decisions(TorchFunctionMode):
                         fix_size(size, int(self._asked(size, "number", origin)))
 
     def _made(self, tensor: Tensor) -> str:
+        """A digest of the operations that make the tensor in the exported graph; "" if some of them are unknown."""
         return computation_of(tensor, self._nodes, torch.ops.fxpipe.boundary.default)
 
     def _asked(self, value: Any, kind: QuestionKind, origin: str) -> Answer:
+        """The known answer; ``Asked`` if there is none. ``origin``: the digest of the value's computation, or ""."""
         # the key describes the computation, and not the line: equal computations have equal answers
         key = origin and f"{kind} of {origin}"
         if key not in self._known:
@@ -107,6 +125,8 @@ class Decisions(TorchFunctionMode):
         return self.used.setdefault(key, self._known[key])
 
     def _instead_of(self, original: Callable[[Any], Any], kind: QuestionKind) -> Callable[[Any], Any]:
+        """In place of a method of a symbolic number: asks for the number if it depends on the values of inputs."""
+
         def ask(symbol: Any) -> Any:
             if not is_unbacked(symbol):
                 return original(symbol)
@@ -131,6 +151,7 @@ _SYMBOLIC = (torch.SymBool, torch.SymInt, torch.SymFloat)
 
 
 def _as_lists(answer: Any) -> Any:
+    """An answer as ``Tensor.tolist`` gives it: answers have tuples, as they are keys."""
     return list(map(_as_lists, answer)) if isinstance(answer, tuple) else answer
 
 
@@ -142,33 +163,31 @@ def _is_asked(value: Any) -> bool:
 # --- sizes of varying dimensions, which a capture keeps symbolic ---
 
 
-@contextlib.contextmanager
-def symbolic_lengths() -> Iterator[None]:
+def symbolic_lengths() -> contextlib.AbstractContextManager[None]:
     """While this context is open, ``len()`` of a tensor is symbolic in users' modules, as ``shape[0]`` is.
 
     transformers' ``CLIPModel`` needs this, as its loss calls ``torch.arange(len(logits))``. A tensor's ``__len__``
     cannot return a symbol, since Python's ``len()`` converts the result to an int. The replacement is put into users'
     modules, and not into ``builtins``, since torch._dynamo keeps references to the builtins for good.
     """
-    homes = [vars(module) for module in users_modules() if "len" not in vars(module)]
-    try:
-        for home in homes:
-            home["len"] = _length
-        yield
-    finally:
-        for home in homes:
-            home.pop("len", None)
+    return replaced((vars(module), "len", _length) for module in users_modules() if "len" not in vars(module))
 
 
 def _length(value: Any, /) -> Any:
+    """``len``, but the symbolic size of a tensor whose first dimension is symbolic."""
     is_symbolic = isinstance(value, Tensor) and value.dim() and isinstance(value.shape[0], torch.SymInt)
     return value.shape[0] if is_symbolic else len(value)
 
 
 @contextlib.contextmanager
 def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
-    """Collects, while this context is open, the user lines (in traceback form) that fix a symbolic size to a number,
-    each with whether the line fixed the size itself, and not a number computed from the size."""
+    """Collects, while this context is open, the user lines (in traceback form) that fix a symbolic size to a number.
+
+    Each line has a flag: whether it fixed the size itself, and not a number computed from the size.
+
+    It wraps the method with which torch decides a condition on symbolic sizes. A condition that leaves a new guard on a
+    number, or replaces a symbol by a number, has fixed something. Comparisons, whose answer is a bool, only add guards.
+    """
     env, name = SIZE_DECISIONS
     decide, lines = getattr(env, name), list[tuple[str, bool]]()
 
@@ -185,5 +204,5 @@ def fixing_lines() -> Iterator[list[tuple[str, bool]]]:
             lines.append((current_line(), of_size))
         return answer
 
-    with patched(env, name, noting):
+    with replaced([(env, name, noting)]):
         yield lines

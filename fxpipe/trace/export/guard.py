@@ -2,6 +2,15 @@
 
 A graph of operators cannot hold the other effects of Python code: a set attribute, a number drawn by ``random``, the
 backward of an ``autograd.Function``, a hook on a gradient, an activation checkpoint.
+
+Takes: a ``Request``. Gives: ``TracingGuard`` with two contexts.
+
+1. ``preserving`` is around the whole export. It refuses backward hooks, takes snapshots, and restores everything at the
+   end.
+2. ``tracing`` is around each traced call of the model. It replaces the functions of ``_patches``. After the call it
+   writes assigned buffers, and puts the old buffers and caches back.
+
+It does not see values, and does not refuse branches: ``decisions`` does.
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import TraceError
-from fxpipe.patches import Patch
+from fxpipe.patches import Replacement
 from fxpipe.seeds import RandomState
 from fxpipe.snapshots.snapshot import Memo, forget, storage_of
 from fxpipe.torch_compat.autograd import function_apply
@@ -44,6 +53,7 @@ class TracingGuard(CaptureGuard):
 
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
+        # 1. around the export
         for root in self.roots:
             _refuse_backward_hooks(root)
         import_dynamo()
@@ -53,6 +63,7 @@ class TracingGuard(CaptureGuard):
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """A context around the traced call of the model."""
+        # 2. around the call
         try:
             with self.forward(self._patches()):
                 yield
@@ -70,7 +81,8 @@ class TracingGuard(CaptureGuard):
         parts = (part for root in self.roots for part in root.modules())
         return entry in _HOOKS and any(_HOOKS_INSTALLED in vars(part) for part in parts)
 
-    def _patches(self) -> list[Patch]:
+    def _patches(self) -> list[Replacement]:
+        """The functions that are replaced while forward runs: most of them by functions that refuse."""
         return [
             (nn.Module, "register_buffer", self._guarded_register_buffer()),
             (torch.autograd.Function, "apply", classmethod(_guarded_apply())),
@@ -84,6 +96,8 @@ class TracingGuard(CaptureGuard):
         ]
 
     def take_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        """Whether the guard has dealt with an attribute that forward sets: see ``watching_attributes``. TraceError for
+        one that a later call would need."""
         # a cache is set, and put back after the export, later than ``own``, since ``may_change`` looks for it: the
         # library makes the cache anew
         if name in _CACHES:
@@ -120,6 +134,7 @@ class TracingGuard(CaptureGuard):
 
 
 def _guarded_apply() -> Callable[..., Any]:
+    """``autograd.Function.apply``, which refuses the user's Functions and runs torch's own."""
     original = function_apply()
 
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +171,7 @@ def _recorded_data() -> property:
 
 
 def _refuse_backward_hooks(root: nn.Module) -> None:
+    """TraceError for a module with hooks on its gradients, with the line of the hook's definition."""
     for path, module in root.named_modules():
         if hooks := backward_hooks(module):
             raise TraceError(
@@ -165,7 +181,11 @@ def _refuse_backward_hooks(root: nn.Module) -> None:
 
 
 class RandomWatch(TorchFunctionMode):
-    """TraceError at the first operation after code drew random numbers outside of traced operations."""
+    """TraceError at the first operation after code drew random numbers outside of traced operations.
+
+    Comparing random states before each operation is slow. So the export runs without this mode, and runs once more with
+    it only if a state has changed at the end.
+    """
 
     def __init__(self, random: RandomState) -> None:
         super().__init__()

@@ -1,7 +1,14 @@
-"""A stage boundary and an opaque region as operators of torch, which torch.export can record.
+"""A stage boundary and an opaque region as operators of torch, which torch.export can record; and the conditions on
+sizes that an export leaves behind.
 
 The export takes the results of regions as inputs, ``stand_ins``, with symbolic sizes: so the guards of the export
 include the conditions on these sizes that the code after a region assumes.
+
+1. ``marked`` and ``whole`` are custom operators that copy tensors. They exist for the export only: ``Conversion``
+   replaces their nodes, and nothing runs them.
+2. ``clauses_of`` splits a guard of torch, such as ``L['t0'].size()[0] == 8 and L['t1'].size()[1] > 2``, into clauses.
+3. ``guards_of`` gives each clause to the last region call whose result it compares.
+4. In a step, ``SizeClauses.check`` evaluates the clauses on the sizes that the region returned.
 """
 
 from __future__ import annotations
@@ -60,6 +67,7 @@ class SizeClauses(NamedTuple):
 
     def check(self, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
         """RunError if a clause is false for these tensors and sizes."""
+        # 4. evaluate them
         shown: dict[int, Any] = {}
         for (index, dim), size in zip(self.others, sizes, strict=True):
             shown.setdefault(index, {})[dim] = int(size)
@@ -91,6 +99,8 @@ class SizeClauses(NamedTuple):
 
 
 class _OfSize(NamedTuple):
+    """Answers ``.size()`` in a clause."""
+
     sizes: Any
 
     def size(self) -> Any:
@@ -104,12 +114,14 @@ _LAYOUT = re.compile(r"\.(?:stride|storage_offset)\(\)")
 
 def clauses_of(expression: str) -> list[str]:
     """The operands of a guard's top-level ``and``, or the guard itself."""
+    # 2. the clauses
     tree = ast.parse(expression, mode="eval").body
     parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
     return [ast.unparse(part) for part in parts]
 
 
 def sizes_in(clause: str) -> set[Size]:
+    """The sizes that a clause compares."""
     return {(int(index), int(dim)) for index, dim in _SIZE.findall(clause)}
 
 
@@ -122,7 +134,7 @@ def guards_of(clauses: Sequence[str], calls: Sequence[tuple[str, range]]) -> lis
     own = {index: number for number, (_, places) in enumerate(calls) for index in places}
     mine: list[list[str]] = [[] for _ in calls]
     for clause in clauses:
-        # only the last call knows all the sizes in the clause; a memory layout is no size
+        # 3. only the last call knows all the sizes in the clause; a memory layout is no size
         about = [own[index] for index, _ in sizes_in(clause) if index in own]
         if about and not _LAYOUT.search(clause):
             mine[max(about)].append(clause)

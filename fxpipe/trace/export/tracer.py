@@ -1,4 +1,23 @@
-"""The export tracer: ``torch.export`` on fake tensors. It needs the batch's shapes, and records every operator."""
+"""The export tracer: ``torch.export`` on fake tensors. It needs the batch's shapes, and records every operator.
+
+Takes: a ``Request`` with an example. Gives: a ``Program`` of ATen operators, valid for the example's sizes, except for
+the dimensions in ``request.varying`` that stay symbolic.
+
+1. Fake tensors replace parameters, buffers and the example's tensors.
+2. ``torch.export.export`` runs forward. Boundaries and opaque regions are operators of fxpipe, so that export keeps
+   them.
+3. ``TracingGuard`` refuses effects that a graph of operators cannot hold, and ``Decisions`` answers questions about
+   values.
+4. ``Conversion`` turns the exported program into a ``Program`` with the model's names.
+5. If forward asked for an unknown value, the program computes this value instead. ``request.ask`` gets it, and raises
+   ``Unanswered`` so that the capture starts again with the answer.
+
+A size may stay symbolic in the export and still be fixed by the code. ``export`` therefore captures up to three times:
+with all varying dimensions, without the lengths of lists, and without symbolic sizes.
+
+It refuses branches on values without an answer, an ``autograd.Function``, activation checkpoints and hooks on
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +66,16 @@ _COMPUTED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def export(request: Request) -> Program:
-    """Captures by running forward on fake tensors; TraceError, with the user's line, for code that no graph can hold.
+    """Captures by running forward on fake tensors. Dimensions that vary stay symbolic if the model allows it; otherwise
+    ``Program.fixed_sizes`` says why not.
 
-    Dimensions that vary stay symbolic if the model allows it.
+    Args:
+        request: needs ``example``; ``varying`` says which dimensions may stay symbolic.
+
+    Raises:
+        TraceError: for code that no graph can hold, with the user's line.
+        RunError: forward itself raised an error on the way that answers of the batch chose.
+        Unanswered: forward asked a question about the inputs (raised by ``request.ask``).
     """
     capture = _export_regions if request.seen else _export
     if not request.varying:
@@ -97,15 +123,19 @@ def _export_call(request: Request) -> Program:
     refuse_objects(request.example)
     guard = TracingGuard(request)
     with guard.preserving():
+        # 1. fake tensors
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.specs)) for key, seen in request.seen.items()}
             call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
+            # 2. and 3. the export
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
+        # 4. the program
         program = call.program(exported).replace(
             sets=guard.own.taken, memos=tuple(guard.memos), fixed_sizes=call.fixed_sizes(exported, lines)
         )
     answers = tuple(call.decisions.used.items())
+    # 5. a question
     if call.question is not None:
         request.ask(request, program, call.question, answers)
         raise TraceError(_branches(call.question.line)) from call.question
@@ -138,6 +168,17 @@ def _guards(program: Program) -> list[SizeClauses]:
 
 
 def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
+    """Runs ``torch.export`` on a call.
+
+    These are the failures:
+
+    - fxpipe's own errors pass through.
+    - An unanswered question, and an operation that needs values, become "forward branches on a value".
+    - An error of the user's code after an answer is a RunError, since a run would raise it, too.
+    - Any other error is quoted in a TraceError.
+
+    If Python code drew random numbers, it exports again with ``RandomWatch`` to find the line.
+    """
     printed = io.StringIO()  # on failure, torch.export prints the graph that it has so far
     arguments = call.tensors, [tensor for returned in call.stand_ins.values() for tensor in returned]
     sizes = call.dynamic_shapes if call.request.varying or call.stand_ins else None
@@ -174,6 +215,7 @@ def _exported(call: ExportedCall) -> torch.export.ExportedProgram:
 
 
 def _branches(line: str) -> str:
+    """The message for code that reads a value, with the user's line."""
     return (
         "forward branches on the value of a tensor, or asks for it, and a capture knows shapes only; use torch.where, "
         f"or tracer='record' where the branch is inside a submodule\n{line}"
@@ -181,7 +223,12 @@ def _branches(line: str) -> str:
 
 
 class ExportedCall:
-    """The call that torch.export traces: it takes the inputs' tensors, and returns the result's tensors."""
+    """The call that torch.export traces: it takes the inputs' tensors, and returns the result's tensors.
+
+    torch.export accepts flat tensors only. So the call rebuilds the inputs around the traced tensors, and flattens the
+    result. It keeps the result's other leaves and structure for the program. The export may run the call several
+    times: all that is kept is from the last run.
+    """
 
     def __init__(
         self,
@@ -263,6 +310,8 @@ class ExportedCall:
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
+        """Calls the model, or torch.export's stand-in for it, with everything that the tracer watches; returns the part
+        of the result that the program returns."""
         # torch.export may run forward several times: only the last run's boundaries count
         self.boundaries = 0
         request = replace(self.request, module=model)
@@ -273,6 +322,8 @@ class ExportedCall:
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
+        """The tensors after a boundary, by the operator ``marked``, which export records."""
+
         def carry(tensors: list[Tensor]) -> Sequence[Tensor]:
             self.boundaries += 1
             behind: Sequence[Tensor] = marked(tensors, *words(name, gather))
@@ -296,6 +347,7 @@ class ExportedCall:
         return [tensor if spec.requires_grad else tensor.detach() for tensor, spec in zip(returned, specs, strict=True)]
 
     def program(self, exported: torch.export.ExportedProgram) -> Program:
+        """The converted program; its result is the asked value if forward ended at a question."""
         module, calls, of_any_size = self.request.module, self.regions.calls, self.question is not None
         program = Conversion(exported, module, self.values, self._result, self.stand_ins, calls, of_any_size).program()
         return program.replace(result=self._spec)

@@ -1,5 +1,20 @@
-"""The effects of each call of an opaque region, observed in one real run of the model on a micro-batch; and the check,
-in each step, that a call changes no further tensor or attribute that other code reads."""
+"""Observes the effects of each call of an opaque region in one real run of the model on a micro-batch.
+
+In each step it checks that a call changes no further tensor or attribute that other code reads.
+
+Takes: a ``Request`` with regions, and a micro-batch with numbers. Gives: ``SeenCalls``, (region's name, number of the
+call) → ``SeenCall``.
+
+1. The model runs once as in a step, with the same modes; boundaries do nothing.
+2. Around each call of a region the observer compares: tensors by version, storage and the operators that ran;
+   attributes by a snapshot; random generators by their states; submodules by a hook.
+3. The result is described: a ``TensorSpec`` for each tensor.
+4. All state is restored.
+5. Once stages are assigned, ``watch`` installs a check in each call: a step raises if a call changes something else.
+
+A region inside of a region belongs to the outer one. Effects that a pipeline cannot have are refused: a boundary
+inside, a changed training flag, new parameters, attributes set on other parts of the model.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +72,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
     Adds to ``called`` the names of the regions that the model calls, also inside of other regions. TraceError if the
     model fails, or if a region has an effect that regions may not have.
     """
+    # 1. to 3. one run, as in a step
     devices = gpus_of(request.roots)
     state, observer = State.from_modules(request.roots, devices, request.generators), _Observer(request)
     try:
@@ -77,7 +93,7 @@ def observe(request: Request, batch: Batch, called: set[str]) -> SeenCalls:
             "the model cannot run on a micro-batch of the example, by which is seen what an opaque region "
             f"returns: {type(error).__name__}: {error}\n{line_of(error)}"
         ) from error
-    finally:
+    finally:  # 4. restore
         state.restore()
         called |= observer.called
     return observer.calls()
@@ -95,6 +111,8 @@ def check_called(request: Request, called: set[str]) -> None:
 
 
 class _Observer:
+    """Sees the calls of regions in one run. Its memory: the calls so far, and the region that runs now."""
+
     def __init__(self, request: Request) -> None:
         self._seen: dict[tuple[str, int], SeenCall] = {}
         self._module, self._generators = request.module, request.generators
@@ -116,6 +134,7 @@ class _Observer:
         }
 
     def boundary(self, value: Any, name: str | None, gather: Any) -> Any:
+        """Lets a value pass outside of regions; TraceError for a boundary inside of one."""
         if self._inside is not None:
             raise refuse(
                 f"a boundary lies inside of {self._inside.name}, an opaque region: one call in one stage",
@@ -124,11 +143,12 @@ class _Observer:
         return value
 
     def call(self, region: Region, number: int, inner: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call of a region, and notes its effects. A call inside of another region just runs."""
         self.called.add(region.name)
         if self._inside is not None:
             return inner(*args, **kwargs)
         self._inside = region
-        # a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
+        # 2. a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
         given, random = _versions(args, kwargs), RandomState(own=self._generators)
@@ -161,6 +181,7 @@ class _Observer:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_are_words)
         sizes = frozenset(size for leaf in leaves for size in getattr(leaf, "shape", ()))
         sizes |= {len(leaf) for leaf in leaves if _are_words(leaf)}
+        # 3. the result
         returned = _described(region, result, torch.is_grad_enabled())
         overwrites = frozenset(dict(_versions(args, kwargs).items() - given.items()))
         self._seen[region.name, number] = SeenCall(
@@ -223,6 +244,7 @@ def _check_sets(region: Region, sets: frozenset[tuple[str, str]], own: tuple[str
 
 
 def _is_inside(path: str, other: str) -> bool:
+    """Whether a path is a proper part of another."""
     return path.startswith(f"{other}." if other else "") and path != other
 
 
@@ -247,7 +269,7 @@ def _described(region: Region, result: Any, may_need_gradient: bool) -> Any:
     return pytree.tree_map_only(Tensor, described, result)
 
 
-# --- in a step: a region may change a tensor that other code reads only if the observed run changed that tensor ---
+# --- 5. In a step: a region may change a tensor that other code reads only if the observed run changed that tensor ---
 
 
 def watch(program: Program, changed: Callable[[], str | None]) -> None:

@@ -1,4 +1,17 @@
-"""Calls of opaque regions during a capture: each call becomes one node."""
+"""Calls of opaque regions during a capture: each call becomes one node.
+
+Takes: a ``Request`` with its regions and their observed calls, and a tracer's functions ``is_value`` and ``carry``.
+Gives: ``Regions.as_nodes``, a context around one run of forward, and ``Regions.calls``, the calls that became nodes.
+
+1. Forward calls a region. The region does not run, except in a rehearsal of a submodule around it.
+2. Its arguments are taken apart: tensors and computed numbers become the node's arguments, the rest is kept in an
+   ``OpaqueCall``.
+3. The observed call says what it returns, reads, writes and sets.
+4. ``carry`` makes the node, and returns the tracer's values for the results. Forward gets them in the observed
+   structure.
+
+Code outside of regions that reads an attribute that a region sets is refused: in a pipeline it would read an old value.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +27,7 @@ from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.graph.program import Effects
-from fxpipe.patches import all_patched
+from fxpipe.patches import replaced
 from fxpipe.stage.opaque_call import TENSOR, OpaqueCall, Structure
 from fxpipe.torch_compat import pytree
 from fxpipe.trace.opaque.regions import Region, SeenCall
@@ -41,6 +54,7 @@ class RegionCall:
 
     @property
     def key(self) -> tuple[str, int]:
+        """The key of the observed call in ``Request.seen``."""
         return self.region.name, self.number
 
     @property
@@ -86,10 +100,13 @@ class Regions:
         return {call.target: call.opaque for call in self.calls}
 
     def _call(self, region: Region, number: int, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # in a rehearsal of a submodule around the region, the region runs
+        """Handles a call of a region: adds it to ``calls``, and returns the tracer's values in the structure of the
+        result. TraceError for an argument that no graph can hold, and for a call of which no result is known."""
+        # 1. in a rehearsal of a submodule around the region, the region runs
         if self.runs():
             with ignoring_reads():
                 return inner(*args, **kwargs)
+        # 2. the arguments
         arguments = Structure(tensors_of_words((args, kwargs)), self.is_value)
         foreign = arguments.foreign(self._objects)
         if foreign is not TENSOR:
@@ -97,6 +114,7 @@ class Regions:
                 f"{region.name}, an opaque region, is given a {type(foreign).__name__}, which cannot stand in a graph",
                 "keep a larger part of the model whole, in which it is made",
             )
+        # 3. the observed call
         seen = self._seen(region, number)
         module = self.request.module
         returned = Structure(seen.returned, line=current_line)
@@ -105,6 +123,7 @@ class Regions:
         opaque.attributes, opaque.varies = seen.sets | seen.asks, region.varies
         positions = (position for position, leaf in enumerate(arguments.leaves) if leaf is TENSOR)
         opaque.overwrites = [index for index, position in enumerate(positions) if position in seen.overwrites]
+        # 4. the node
         index = self.request.whole.index(region)  # tells enc.proj from enc_proj
         target = f"whole_{region.name.replace('.', '_')}_{index}_{number}"
         generators = frozenset(id(each) for name, each in self.request.generators.items() if name in seen.moved)
@@ -113,6 +132,7 @@ class Regions:
         return returned.filled(self.carry(call))
 
     def _seen(self, region: Region, number: int) -> SeenCall:
+        """The observed call of this number, or else the first: a call in a loop may be more often than was observed."""
         seen = self.request.seen.get((region.name, number)) or self.request.seen.get((region.name, 0))
         if seen is not None:
             return seen
@@ -129,10 +149,11 @@ class Regions:
         for path, name in sets:
             module = self.request.module.get_submodule(path)
             owners.setdefault(type(module), set()).add((id(vars(module)), name))
-        return all_patched((kind, "__getattribute__", _guarded(kind, names)) for kind, names in owners.items())
+        return replaced((kind, "__getattribute__", _guarded(kind, names)) for kind, names in owners.items())
 
 
 def _guarded(kind: type, names: set[tuple[int, str]]) -> Callable[[Any, str], Any]:
+    """``__getattribute__`` of a class, which refuses users' reads of these attributes of these modules."""
     words, plain = {name for _, name in names}, kind.__getattribute__
 
     def read(module: Any, name: str) -> Any:
@@ -153,7 +174,11 @@ Handler = Callable[[Region, int, Callable[..., Any], Any, Any], Any]
 
 @contextlib.contextmanager
 def watching(model: nn.Module, regions: Sequence[Region], handle: Handler) -> Iterator[None]:
-    """While this context is open, ``handle`` gets each call of a region. Enter this context inside of ``cutting``."""
+    """While this context is open, ``handle`` gets each call of a region. Enter ``cutting`` inside of this context.
+
+    The order matters: a boundary at a region's call is then outside of the region. Calls are numbered from 0 for each
+    region, in the order in which forward makes them.
+    """
     numbers: Counter[str] = Counter()
     modules = dict(model.named_modules(remove_duplicate=False))
     by_key = {(id(vars(modules[region.path])), region.method): region for region in regions}

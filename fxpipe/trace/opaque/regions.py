@@ -1,4 +1,15 @@
-"""Opaque regions, as ``boundaries=`` names them, and the observed effects of their calls."""
+"""Opaque regions, as ``boundaries=`` names them, and the observed effects of their calls.
+
+Takes: names of submodules or methods from ``cuts``, and runs on real tensors from ``observed``. Gives: two frozen
+values, ``Region`` and ``SeenCall``. ``SeenCall.guessed`` predicts a call for other sizes.
+
+A guess is only the beginning of a capture: each step compares the real result with the captured one, and raises if a
+tensor has other sizes than the code behind it allows. The guess follows these rules:
+
+1. A size that is a size of the call's arguments becomes what it is in the new batch; other sizes stay.
+2. A list of tensors whose length is a size of the arguments gets the new length.
+3. A list of containers gets as many containers as the new batch has entries.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +68,12 @@ class SeenCall:
 
     def guessed(self, sizes: Mapping[int, int], lengths: Mapping[int, int], entries: Mapping[int, int]) -> SeenCall:
         """A guess of the call for a batch of other sizes, from which a capture starts; each step checks the result.
-        ``sizes``: an input's old size → its new size; ``lengths``: the same for the number of tensors in a list;
-        ``entries``: the same for the number of containers in a list."""
+
+        Args:
+            sizes: an input's old size → its new size.
+            lengths: the same for the number of tensors in a list.
+            entries: the same for the number of containers in a list.
+        """
         # only sizes of the call's own arguments change: a length may equal a layer's width
         own, own_lengths = ({old: new for old, new in each.items() if old in self.sizes} for each in (sizes, lengths))
         return replace(self, returned=_guessed(self.returned, own, own_lengths, entries))

@@ -1,8 +1,21 @@
 """Calls that a recorder sees as a whole: of submodules, opaque regions, autograd functions, checkpointed functions.
 
+Takes: a recorder and a ``RunPlan``. Gives: ``Calls.watched``, the context of a recorded run, and the names of the calls
+that became one operation.
+
+For a call of a submodule:
+
+1. A ``Frame`` begins, and the submodule runs on fake tensors.
+2. If the frame is whole, and the plan does not descend into the submodule, the call becomes one operation.
+3. If not, its operations stay on the tape: the submodule is traced through.
+4. If it needs values of tensors, a rehearsal on made-up numbers finds its shapes and memory, and it becomes one
+   operation.
+
 torch has no hook for calls of ``torch.utils.checkpoint.checkpoint`` and of the functions that ``torch.vmap`` returns,
 and models bind both long before a capture. So this file patches private functions of torch inside of both. It also
 recognizes torch's private autograd function of modules with backward hooks.
+
+Calls in other threads run unchanged. So do calls inside of a torch function, and calls during a rehearsal.
 """
 
 from __future__ import annotations
@@ -20,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from fxpipe.graph.stage_graph import all_tensors
-from fxpipe.patches import Patch, all_patched, noting, patched
+from fxpipe.patches import Replacement, noting, replaced
 from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR, checkpoint_options, function_apply, vmap_home
@@ -44,7 +57,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How to run forward. A run that fails returns a better plan for the next run.
+    """How to run forward. A run that fails returns a better plan for the next run. Each field only grows stricter.
 
     ``descend``: the submodules that cannot be opaque. ``limit``: the most bytes of parameters in an opaque submodule.
     ``settled``: whether forward runs once beforehand, as it sets attributes and may do so only in its first call:
@@ -79,9 +92,10 @@ class Calls:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While this context is open, the recorder sees calls. ``cutting`` must be entered around it."""
+        """While this context is open, the recorder sees calls. Enter ``cutting`` inside of it, so that boundaries are
+        outside of the calls."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(all_patched(self._patches()))
+            stack.enter_context(replaced(self._patches()))
             parts = [(part, "__call__") for part in self._root.modules() if part is not self._root]
             stack.enter_context(handled(parts, self._call_module))
             stack.callback(self._buffers.put_back)
@@ -90,7 +104,8 @@ class Calls:
             yield
             self._check_backward_hooks("", self._root)
 
-    def _patches(self) -> Iterator[Patch]:
+    def _patches(self) -> Iterator[Replacement]:
+        """The functions that are replaced while forward runs: see examples/tracing_replaces.md."""
         yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
         generator, vmap = vars(checkpointing)[CHECKPOINT_GENERATOR], vars(vmap_home)["vmap_impl"]
         yield checkpointing, CHECKPOINT_GENERATOR, functools.partial(self._non_reentrant, generator)
@@ -106,14 +121,19 @@ class Calls:
         yield *DISTRIBUTION_CHECKS, False
 
     def write_buffers(self) -> None:
-        """Writes the buffers that forward has set."""
-        self._buffers.write(lambda line: patched(self._recorder, "line", line))
+        """Writes the buffers that forward has set, as recorded operations with the lines of the assignments."""
+        self._buffers.write(lambda line: replaced([(self._recorder, "line", line)]))
 
     def _is_ours(self) -> bool:
+        """Whether a call is forward's own: in this thread, outside of a rehearsal, and not inside of a torch
+        function."""
         recorder = self._recorder
         return threading.get_ident() == self._thread and not recorder.paused and not recorder.is_running
 
     def _note_attribute(self, module: nn.Module, name: str, value: Any, path: str) -> bool:
+        """Whether an attribute that forward sets needs no more than this: a buffer becomes a write at the end of
+        forward. Other attributes are set as usual. ``better_plan`` decides about an attribute that a later call
+        would read."""
         recorder = self._recorder
         if not self._is_ours():
             return False
@@ -133,29 +153,34 @@ class Calls:
     # submodules
 
     def _call_module(self, key: Key, inner: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Runs a call of a submodule, and records it as one operation if it can be one."""
         if not self._is_ours():
             return inner(*args, **kwargs)
+        # 1. the call, in a frame
         recorder, path = self._recorder, self._paths[key[0]]
         module = self._root.get_submodule(path)
         try:
-            with patched(recorder, "stack", {**recorder.stack, path: type(module)}):
+            with replaced([(recorder, "stack", {**recorder.stack, path: type(module)})]):
                 frame = Frame(recorder, path, module, args, kwargs)
                 with outside():
                     python = PythonState(module, recorder.own_generators)
                 with recorder.touched.noting() as touched:
                     result = inner(*args, **kwargs)
-        except NeedsValues as error:
+        except NeedsValues as error:  # 4. made-up numbers may help
             return self._rehearsed(frame, inner, args, kwargs, path, error)
         recorder.check_random()
         with outside():  # a call that changed attributes or drew Python's random numbers must run exactly once
             python.note(touched)
         recorder.touched.note(touched)
+        # 2. one operation
         if self._may_be_kept(path, module) and not self._is_swapped(frame) and frame.is_whole(result, touched):
             return self._keep_whole(frame, module, result, touched)
+        # 3. traced through
         self._check_backward_hooks(path, module)
         return result
 
     def _may_be_kept(self, path: str, module: nn.Module) -> bool:
+        """Whether the plan allows the submodule to be one operation."""
         size = sum(tensor.numel() * tensor.element_size() for tensor in module.parameters())
         limit = self._plan.limit
         return path not in self._plan.descend and (limit is None or size <= limit or self._is_leaf_module(path, module))
@@ -218,6 +243,8 @@ class Calls:
     # functions
 
     def _apply_of(self, apply: Call) -> Call:
+        """``autograd.Function.apply`` for a recorded run. A reentrant checkpoint's function is recorded as a
+        checkpointed part; the function of backward hooks changes no value; any other Function becomes one operation."""
         recorder = self._recorder
 
         def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -243,6 +270,7 @@ class Calls:
         return applied
 
     def _non_reentrant(self, generator: Call, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """The generator of a non-reentrant checkpoint: operations up to its end belong to one checkpointed part."""
         if self._is_ours():
             with self._recorder.checkpointed(use_reentrant=False, **checkpoint_options(generator, args, kwargs)):
                 yield  # torch runs the function now
@@ -250,6 +278,7 @@ class Calls:
             yield from generator(*args, **kwargs)
 
     def _vmapped(self, inner: Call, *args: Any, **kwargs: Any) -> Any:
+        """``torch.vmap``: inside of it the recorder records operators, which see all rows."""
         with self._recorder.operators() if self._is_ours() else contextlib.nullcontext():
             return inner(*args, **kwargs)
 
@@ -279,7 +308,12 @@ class Calls:
     # calls that read the values of tensors
 
     def _rehearsed(self, frame: Frame, inner: Call, args: Args, kwargs: Kwargs, target: str, error: NeedsValues) -> Any:
-        """Rehearses a call that cannot run on fake tensors, and returns its result. Raises the error on failure."""
+        """Rehearses a call that cannot run on fake tensors, and returns its result as fake tensors. It becomes one
+        operation.
+
+        Raises the error instead if the call cannot be one operation, or if the rehearsal fails: then the submodule
+        around it tries, up to the model, whose error the user sees.
+        """
         recorder = self._recorder
         again = error.tried and not error.reads_values  # every submodule around would fail with the same user's error
         if again or not frame.is_untouched() or self._is_swapped(frame) or frame.path in self._plan.descend:
@@ -287,7 +321,7 @@ class Calls:
         error.tried = True
         try:
             # the recorder is paused while the call runs on real numbers
-            with patched(recorder, "paused", True):
+            with replaced([(recorder, "paused", True)]):
                 rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers, recorder.own_generators)
         except Exception as failure:
             if not error.reads_values:

@@ -1,4 +1,20 @@
-"""Converts a tape to a graph: nodes with shapes, modes and user lines, and a module for each checkpointed part."""
+"""Converts a tape to a graph: nodes with shapes, modes and user lines, and a module for each checkpointed part.
+
+Takes: the operations of a tape, the inputs, and the leaves of the result. Gives: an ``fx.Graph``, the opaque modules
+that it calls, and the effects of its calls.
+
+1. ``needed`` drops operations whose results nothing uses and that write nothing.
+2. ``_outlined`` replaces the operations of each checkpointed part by one call of a ``Checkpointed`` module, innermost
+   parts first.
+3. ``_Writer`` makes the nodes in order. A part of a result becomes a ``getitem`` node where it is used.
+
+For example, with ``checkpoint(f, x)`` around two operations::
+
+    tape    a = linear(x); b = gelu(a) [checkpoint]; c = mul(b, b) [checkpoint]; d = c.sum()
+    graph   a = linear(x); checkpoint_0 = Checkpointed(a); d = checkpoint_0[0].sum()
+
+It runs nothing. It refuses a checkpointed part that writes a tensor from outside, since backward would write it again.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +80,7 @@ class _Writer:
             self._parts.setdefault(id(value.maker), {})[value.key] = value
 
     def add_input(self, source: NamedSource) -> None:
+        """Adds the placeholder of an input, and nodes for the tensors inside of it that are used."""
         node = self.graph.placeholder(source.name)
         node.meta["val"] = self.bare(source.result)
         self._nodes[id(source), ()] = node
@@ -89,6 +106,11 @@ class _Writer:
         return self.graph
 
     def _write(self, operation: Operation, modes: Any) -> None:
+        """Adds the node of one operation, and nodes for the used parts of its result.
+
+        A node has the user's line, its submodules, its fake result, its modes, and, for an opaque call, its shapes and
+        effects.
+        """
         node = self.graph.create_node(
             operation.kind,
             operation.target,
@@ -118,6 +140,7 @@ class _Writer:
             self._part(maker, value.path, node)
 
     def _part(self, maker: Operation | NamedSource, path: tuple[Any, ...], whole: Node) -> Node:
+        """The node of a part of a result: one ``getitem`` for each step of its path."""
         if (id(maker), path) not in self._nodes:
             container = self._part(maker, path[:-1], whole)
             part = self.graph.call_function(operator.getitem, (container, path[-1]))
@@ -128,6 +151,7 @@ class _Writer:
         return self._nodes[id(maker), path]
 
     def argument(self, leaf: Any) -> Any:
+        """The node for a value; a parameter, buffer or constant gets its ``get_attr`` node at its first use."""
         if not isinstance(leaf, TapeValue):
             return leaf
         if leaf.key not in self._nodes:
@@ -157,7 +181,9 @@ class Emitter:
         self, tape: Sequence[Operation], inputs: Sequence[NamedSource], result: Sequence[Any], around: ModesNow
     ) -> fx.Graph:
         """The graph of the needed operations. ``result``: the result's leaves, with a ``TapeValue`` for each tensor."""
+        # 1. and 2. needed operations, with checkpoints as calls
         main = self._outlined(needed(tape, result, self.storages), result, depth=0)
+        # 3. nodes
         writer = _Writer(main, result, around, self.bare)
         for source in inputs:
             writer.add_input(source)
@@ -181,6 +207,11 @@ class Emitter:
         return outlined
 
     def _outline(self, part: Checkpoint, group: list[Operation], outputs: list[TapeValue], depth: int) -> Operation:
+        """The call in place of one checkpointed part's operations.
+
+        Its inputs are the values from outside that the part uses, its outputs the values that later operations use,
+        each in the order of first use.
+        """
         ids = {id(operation) for operation in group}
         outer = [value for operation in group for value in operation.values if id(value.maker) not in ids]
         inputs = list({value.key: value for value in outer}.values())
@@ -208,6 +239,8 @@ class Emitter:
     def _body(
         self, body: list[Operation], inputs: list[TapeValue], outputs: list[TapeValue], around: ModesNow
     ) -> fx.GraphModule:
+        """The code of a checkpointed part. It enters the modes itself, as backward runs it again outside of the
+        graph."""
         writer = _Writer(body, outputs, around, self.bare, keeps_notes=False)
         for index, value in enumerate(inputs):
             writer.bind(value, writer.graph.placeholder(f"input_{index}"))

@@ -1,4 +1,19 @@
-"""Frames: running calls of submodules, regions and autograd functions, which may become one operation each."""
+"""Frames: running calls of submodules, regions and autograd functions, which may become one operation each.
+
+Takes: the recorder, and a call's arguments. Gives: ``Frame.is_whole``, whether the call can be one operation, and
+``Frame.collapse``, which makes it one.
+
+1. A frame begins: it keeps the length of the tape, and the counters of the recorder.
+2. The call runs; its operations are added to the tape.
+3. ``is_whole`` compares: only arguments and results carry tensors, no boundary was reached, modes are as before.
+4. ``collapse`` removes the operations since the beginning, and appends one call in their place.
+
+For example, a call of ``self.mlp``::
+
+    tape before   ..., linear, gelu, linear       →   tape after   ..., call_module mlp
+
+The removed operations remember the call (``hidden_in``): a later use of their tensors is an obstacle.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +49,7 @@ class PythonState:
 
     def note(self, touched: Touched) -> None:
         """Notes whether an attribute changed, or code drew from or seeded a random generator: of Python, NumPy, torch
-        or the model."""
+        or the model. ``touched``: the call's record, which this changes."""
         moved = self._random.moved()
         touched.generators |= {id(self._own.get(name, name)) for name in moved - {"torch"}}
         touched.is_stateful |= bool(moved) or any(True for _ in self._snapshot.changes())
@@ -57,7 +72,7 @@ class Frame:
         self._args, self._kwargs = args, kwargs
         self._serial, self._marks, self._gradients = recorder.serial, recorder.marks, recorder.gradients
         self._sets, self._changed = len(recorder.sets), recorder.changes()
-        # taken last: an obstacle due to the arguments belongs to the caller, so collapse() must not drop the obstacle
+        # 1. taken last: an obstacle due to the arguments belongs to the caller, so collapse() must not drop it
         self.start = len(recorder.tape)
 
     @property
@@ -67,7 +82,15 @@ class Frame:
         return set() if module is None else {storage_of(t) for t in (*module.parameters(), *module.buffers())}
 
     def collapse(self, target: str, result: Any, touched: Touched, effects: Effects, stays: bool) -> None:
-        """Replaces all operations recorded since the frame began by one operation."""
+        """Replaces all operations recorded since the frame began by one operation.
+
+        Args:
+            target: the name of the submodule or opaque module that the node will call.
+            result: the call's fake result. New tensors in it become values of the operation.
+            touched: the memory that the call used, for the calls around it.
+            effects: the call's effects in a step, for ``Program.effects``.
+            stays: whether the node stays if nothing uses its result.
+        """
         recorder = self._recorder
         for operation in recorder.tape[self.start :]:
             if isinstance(operation, Operation):
@@ -89,7 +112,11 @@ class Frame:
         return self._fits and self._marks == self._recorder.marks
 
     def is_whole(self, result: Any, touched: Touched) -> bool:
-        """Whether the call can be one operation: only its arguments and result carry tensors and plain values."""
+        """Whether the call can be one operation: only its arguments and result carry tensors and plain values.
+
+        False if the call reached a boundary, registered a hook on an argument, or left other modes. False if it uses or
+        writes tensors of other parts of the model, returns a number that may change, or lets a gradient pass around it.
+        """
         recorder = self._recorder
         reachable = self.memory | {storage_of(tensor) for tensor in self.tensors}
         returned = [leaf for _, leaf in paths(result)]
@@ -123,6 +150,7 @@ class Frame:
         return all(value.maker.kind == "get_attr" or self._has_made(value.maker) for value in used)
 
     def _has_made(self, maker: Operation | NamedSource) -> bool:
+        """Whether an operation of this call made the value."""
         return isinstance(maker, Operation) and maker.serial > self._serial
 
     def _can_leave(self, leaf: Any) -> bool:

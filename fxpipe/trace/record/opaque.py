@@ -1,4 +1,8 @@
-"""Opaque modules that a graph calls although they are no submodules of the model."""
+"""Opaque modules that a graph calls although they are no submodules of the model.
+
+Takes: an autograd function, or the graph of a checkpointed part. Gives: modules whose calls do what the model's own
+code did: ``Applied`` keeps the function's backward, ``Checkpointed`` recomputes activations in backward.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ class Checkpointed(nn.Module):
     """A recorded checkpointed part of forward. Backward recomputes the part's activations.
 
     ``body`` takes the tensors that the part uses, including parameters that none of its opaque submodules holds.
+    ``options``: the keyword arguments of ``torch.utils.checkpoint.checkpoint``. The graph
+    enters the modes around a call, and ``body`` enters the modes inside of the part.
     """
 
     def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:

@@ -1,7 +1,20 @@
 """The recorder: watches one run of forward on fake tensors, and writes its operations on a tape.
 
+Takes: the fake tensors of the model, and calls of torch functions (as a ``TorchFunctionMode``). Gives: ``tape``, a list
+of ``Operation`` and ``Obstacle``, ``constants``, and the number of ``boundaries``.
+
+1. A torch function is called. Some calls have an answer already (a constant's truth), some become obstacles (hooks,
+   gradients).
+2. The function runs on fake tensors, for its shapes. ``TouchedMode`` notes the memory that its operators read and
+   write.
+3. If it made or wrote tensors, it goes on the tape: its target, its arguments as ``TapeValue``, its modes, its line.
+4. The tensors that it returned are mapped to values of this operation, by their ids.
+
 The recorder sees operations as torch functions (``F.linear``, ``Tensor.add_``), above autograd and autocast, so that a
 graph of these functions computes the same as the model. A submodule that can be opaque becomes one operation.
+
+Most code that it cannot record becomes an obstacle, and no error: an opaque call may turn out to contain it. It does
+not decide which calls are opaque (``calls``), and makes no graph (``emit``).
 """
 
 from __future__ import annotations
@@ -20,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
-from fxpipe.patches import patched
+from fxpipe.patches import replaced
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.snapshots.snapshot import Snapshot, storage_of
 from fxpipe.stage.opaque_call import PLAIN_LEAF
@@ -140,6 +153,12 @@ class Recorder(TorchFunctionMode):
         self._values[id(tensor)] = tensor, value
 
     def value_of(self, tensor: Tensor) -> TapeValue:
+        """The program's value for a tensor. A tensor that no operation has made becomes a constant, or the parameter
+        that it is.
+
+        If the tensor was made inside of an opaque call that does not return it, it is an obstacle: the next run
+        descends there.
+        """
         entry = self._values.get(id(tensor))
         # no recorded operation has made this tensor
         if entry is None:
@@ -153,6 +172,7 @@ class Recorder(TorchFunctionMode):
         return entry[1]
 
     def value_if_any(self, tensor: Tensor) -> TapeValue | None:
+        """The program's value for a tensor, or None for a tensor that the recorder has not seen."""
         return self._values[id(tensor)][1] if id(tensor) in self._values else None
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -185,6 +205,8 @@ class Recorder(TorchFunctionMode):
         return TapeValue(NamedSource("get_attr", name, tensor))
 
     def problem(self, fact: str, instead: str, descend: str | None = None) -> None:
+        """Adds an obstacle with the user's line. ``descend``: the submodule to trace through in the next run, if that
+        helps."""
         self.tape.append(Obstacle(str(refuse(fact, instead)), descend))
 
     def changes(self) -> frozenset[str]:
@@ -198,6 +220,7 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """Runs one torch function on fake tensors, and records the call."""
+        # 1. calls with an answer, and obstacles
         if self.paused:
             return function(*args, **kwargs)
         name = name_of(function)
@@ -230,6 +253,11 @@ class Recorder(TorchFunctionMode):
         return self._recorded(function, args, kwargs)
 
     def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Runs a function on fake tensors, with the model's fake tensors in place of its real ones.
+
+        ``NeedsValues`` if the function needs numbers, or fails with a RuntimeError: an opaque submodule around it may
+        still run.
+        """
         args, kwargs = mapped((args, kwargs), self._stand_in)
         self.is_running = True
         try:
@@ -251,7 +279,9 @@ class Recorder(TorchFunctionMode):
         return leaf if name is None else self._stand_ins[name]
 
     def _recorded(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
-        # The function runs for its shapes; TouchedMode sees, operator by operator, which memory the function touches.
+        """Runs a function, and appends it to the tape unless it only reads facts such as a shape, or returns its
+        argument."""
+        # 2. The function runs for its shapes; TouchedMode sees, operator by operator, which memory it touches.
         with self.touched.noting() as touched:
             result = self._run(function, args, kwargs)
         arguments = tensors((args, kwargs))
@@ -260,6 +290,7 @@ class Recorder(TorchFunctionMode):
             same = any(tensor is result for tensor in arguments) and name_of(function) not in _SAME_TENSOR
             if same or not tensors(result):
                 return result
+        # 3. the operation
         kind, target, args, kwargs = target_of(function, args, kwargs)
         operation = self.append(kind, target, self.as_values(args), self.as_values(kwargs), result, touched)
         if touched.writes & {storage_of(constant) for constant in self.constants.values()}:
@@ -268,6 +299,7 @@ class Recorder(TorchFunctionMode):
                 "make it from a traced tensor, as in x.new_zeros(...), or register it as a buffer",
             )
         operation.writes = written
+        # 4. its values
         for path, leaf in paths(result):
             if isinstance(leaf, Tensor):
                 self.name(leaf, TapeValue(operation, path))
@@ -284,6 +316,8 @@ class Recorder(TorchFunctionMode):
         scope: Surroundings | None = None,
         effects: Effects | None = None,
     ) -> Operation:
+        """Adds an operation to the tape. ``scope``: where it runs; by default the present surroundings. TraceError if a
+        boundary has already ended the checkpointed part that the operation belongs to."""
         self.check_random()
         self.touched.note(touched)  # the calls around this operation touch the same memory
         self.serial += 1
@@ -307,9 +341,12 @@ class Recorder(TorchFunctionMode):
         return Surroundings(line, modes, dict(self.stack), self.checkpoints)
 
     def as_values(self, arguments: Any) -> Any:
+        """The arguments with a ``TapeValue`` for each tensor; an obstacle for an argument that no graph can hold."""
         return mapped(arguments, self._as_value)
 
     def _as_value(self, leaf: Any) -> Any:
+        """The graph's argument for a leaf: a ``TapeValue`` for a tensor, a Python number for NumPy's; an obstacle for
+        an object."""
         numpy = sys.modules.get("numpy")
         if isinstance(leaf, Tensor):
             return self.value_of(leaf)
@@ -329,6 +366,7 @@ class Recorder(TorchFunctionMode):
             self.problem(DRAWN.format(where="in forward"), instead)
 
     def random_moved(self) -> bool:
+        """Whether a generator has moved since the last call of this method, by code that is no operation of torch."""
         with outside():
             has_moved = bool(self._random.moved())
             self._random = RandomState(own=self.own_generators) if has_moved else self._random
@@ -338,7 +376,7 @@ class Recorder(TorchFunctionMode):
 
     def checkpointed(self, **options: Any) -> AbstractContextManager[None]:
         """While this context is open, recorded operations belong to one call of ``checkpoint`` with these options."""
-        return patched(self, "checkpoints", (*self.checkpoints, Checkpoint(options, self.scope())))
+        return replaced([(self, "checkpoints", (*self.checkpoints, Checkpoint(options, self.scope())))])
 
     @contextmanager
     def operators(self) -> Iterator[None]:
@@ -347,7 +385,7 @@ class Recorder(TorchFunctionMode):
         Inside of ``torch.vmap`` a torch function sees one row, and an operator sees all rows, as when a model makes a
         mask of positions. Operators run below autograd, so the recorded graph would lose gradients.
         """
-        with patched(self, "paused", True), _Operators(self):
+        with replaced([(self, "paused", True)]), _Operators(self):
             yield
         if self._unmapped is not None:
             raise self._unmapped
@@ -372,7 +410,7 @@ class Recorder(TorchFunctionMode):
         self._ended |= dict.fromkeys((part for part in self.checkpoints if part in begun), name or "an unnamed one")
         behind = partial(self._behind, words(name, gather), gather is not None)
         # the boundary itself belongs to no checkpointed part, so that the graph can be cut there
-        with patched(self, "checkpoints", ()):
+        with replaced([(self, "checkpoints", ())]):
             return crossing(value, lambda leaf: isinstance(leaf, Tensor), behind)
 
     def _behind(self, options: tuple[Any, ...], gathers: bool, before: list[Tensor]) -> list[Tensor]:
@@ -445,7 +483,8 @@ def outcome(value: TapeValue | None, tape: Sequence[Operation | Obstacle], is_co
 
 
 def _computed(value: Any) -> Any:
-    """The real tensor for a constant's value on the tape, by the operations that make it."""
+    """The real tensor for a constant's value on the tape, by the operations that make it. They run on real tensors,
+    each once."""
 
     @cache
     def result(maker: Any) -> Any:

@@ -1,7 +1,16 @@
 """Rehearsal: a submodule that reads the values of tensors runs on real tensors, twice, with made-up inputs.
 
-A rehearsal shows the results' shapes and dtypes, the storages that the call touches, and whether the call draws random
-numbers. The call uses copies of the model's tensors, so the model's own tensors stay unchanged.
+Takes: a call with fake arguments, and the model's real tensors. Gives: ``Rehearsed``, with the shapes and dtypes of its
+result, the storages that it touches, and whether it draws random numbers.
+
+1. The submodule gets copies of its real parameters and buffers, so the model's own tensors stay unchanged.
+2. Each input tensor gets made-up numbers. The second run has others: larger floats, False for bools, on the CPU other
+   integers.
+3. The call runs twice. Results of other shapes are refused: the code after the call is captured for one shape.
+4. Memory is translated from the copies to the fake tensors. What any of the two runs touched counts.
+
+Two runs do not prove that shapes never depend on values. In a step, ``check_shapes`` compares the shapes of each real
+call.
 """
 
 from __future__ import annotations
@@ -54,6 +63,7 @@ def rehearse(
     """
     inputs = tensors_in((args, kwargs))
     with outside():
+        # 1. to 3. both runs, on copies
         state = RandomState({tensor.device for tensor in real_of.values()}, own=own)
         try:
             run = functools.partial(_run, function, args, kwargs, module, real_of, own)
@@ -67,7 +77,7 @@ def rehearse(
             second = second or run(1)
         finally:
             state.restore()
-    # Shapes and dtypes must be the same for all values, as the code after the call is captured with them.
+    # 3. Shapes and dtypes must be the same for all values, as the code after the call is captured with them.
     if first.result != second.result:
         raise TraceError("the shape of what it returns depends on the values of its inputs")
     shares = {**first.shares, **second.shares}
@@ -87,6 +97,7 @@ def _run(
     seed: int,
     highest: int = 0,
 ) -> Rehearsed:
+    """One run, with the seed's made-up numbers. ``highest``: the largest made-up integer."""
     torch.manual_seed(seed)
     copies: dict[int, tuple[Tensor, Tensor]] = {}  # the id of a fake tensor → (the fake tensor, its copy)
 
@@ -104,7 +115,7 @@ def _run(
             result = function(*args, **kwargs)
         if python is not None:
             python.note(touched)
-    # the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
+    # 4. the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
     fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
     reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
     arguments = {storage_of(tensor): index for index, tensor in enumerate(inputs)}
@@ -119,6 +130,7 @@ def _run(
 
 
 def _described(leaf: Any) -> TensorSpec | None:
+    """The ``TensorSpec`` of a leaf of the result. TraceError for a Python value, which might be another in a step."""
     if leaf is None or isinstance(leaf, Tensor):
         return None if leaf is None else TensorSpec.from_tensor(leaf)
     raise TraceError(f"it returns a {type(leaf).__name__}, which may depend on the values of its inputs")

@@ -1,4 +1,16 @@
-"""The tape: the list of operations that one run of forward on fake tensors did, from which a graph is made."""
+"""The tape: the list of operations that one run of forward on fake tensors did, from which a graph is made.
+
+Takes: nothing; ``Recorder`` fills it. Gives: the types of its entries, and functions that walk their arguments.
+
+- ``Operation``: one node to be, with its arguments, fake result, surroundings and memory. ``Obstacle``: code that
+  cannot be recorded here.
+- ``TapeValue``: one tensor of the program, by the operation or ``NamedSource`` that makes it, and its path in the
+  result.
+- ``Surroundings``: the line, modes, submodules and checkpointed parts in which an operation runs.
+- ``Touched``: the memory that an operation reads and writes, by the ids of storages. ``TouchedMode`` finds it.
+
+For example, ``x.view(2, -1).add_(y)`` is two operations. Both touch the storage of ``x``, and the second writes it.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +52,7 @@ class Touched:
     is_stateful: bool = False
 
     def add(self, other: Touched) -> None:
+        """Adds another record to this one, as if both had happened."""
         self.reads |= other.reads
         self.writes |= other.writes
         self.draws_random |= other.draws_random
@@ -103,6 +116,7 @@ class ModesNow:
 
     @staticmethod
     def current(region: int = 0) -> ModesNow:
+        """The modes of this thread now. ``region``: the number of the innermost autocast block."""
         cache = torch.is_autocast_cache_enabled()
         autocast = tuple(
             Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
@@ -175,6 +189,7 @@ class Operation:
 
     @property
     def values(self) -> Iterator[TapeValue]:
+        """The values among the arguments, in order, with repetitions."""
         for _, leaf in paths((self.args, self.kwargs)):
             if isinstance(leaf, TapeValue):
                 yield leaf
@@ -189,6 +204,7 @@ class TapeValue:
 
     @property
     def key(self) -> tuple[int, tuple[Any, ...]]:
+        """Equal for two objects that stand for the same tensor of the program."""
         return id(self.maker), self.path
 
 
@@ -220,6 +236,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 
 
 def tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists, mappings and slices, in order."""
     return [leaf for _, leaf in paths(value) if isinstance(leaf, Tensor)]
 
 
@@ -288,6 +305,7 @@ def target_of(function: Any, args: Args, kwargs: Kwargs) -> Target:
 
 
 def name_of(function: Any) -> str:
+    """A function's name, or the name of its class for a callable object."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

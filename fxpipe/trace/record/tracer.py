@@ -1,6 +1,19 @@
 """The record tracer: runs forward on fake tensors, and keeps submodules that hold no boundary opaque.
 
-An opaque submodule runs as in the model itself, with its hooks, its control flow and its activation checkpointing.
+Takes: a ``Request`` with an example. Gives: a ``Program`` that is valid for the example's shapes. It has one node for
+each opaque submodule, and one for each torch function between them.
+
+1. Fake tensors replace parameters and buffers, and snapshots keep the model's attributes.
+2. Forward runs by a ``RunPlan``. A ``Recorder`` writes its operations on a tape, and ``Calls`` decides which calls are
+   opaque.
+3. ``better_plan`` looks for obstacles. If another plan avoids them, the run is thrown away, and step 2 repeats with
+   this plan. Plans only grow, so the loop ends. If none avoids them, the first obstacle is the TraceError.
+4. ``Emitter`` turns the tape into a graph.
+5. The model gets its tensors and attributes back.
+
+An opaque submodule runs as in the model itself, with its hooks, its control flow and its activation checkpointing. Only
+the code between opaque submodules must do without. Without any boundary, a submodule is opaque if its parameters have
+at most 1/32 of the bytes, so that a search can cut between submodules.
 """
 
 from __future__ import annotations
@@ -39,7 +52,11 @@ _FINE = 32
 
 @as_in_run
 def record(request: Request) -> Program:
-    """Captures a model by running it on fake tensors; TraceError, with the user's line, for code it cannot record."""
+    """Captures a model by running it on fake tensors.
+
+    Raises:
+        TraceError: for code between submodules that it cannot record, with the user's line.
+    """
     assert request.example is not None
     refuse_objects(request.example)
     import_dynamo()
@@ -58,10 +75,15 @@ def record(request: Request) -> Program:
 
 
 def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
-    """Runs forward by the plan, and returns the program, or a better plan."""
+    """Runs forward by the plan, and returns the program, or a better plan. The model is unchanged afterwards.
+
+    With ``plan.settled`` forward runs once beforehand. Attributes that it sets only in its first call, as transformers'
+    models install hooks, then stay unchanged in the recorded run.
+    """
     _refuse_scripted(request.module)
     real = all_tensors(request.module)
     with fake_model(request.module, request.device, request.compute) as fake:
+        # 1. snapshots
         untouched = [Snapshot(root) for root in request.roots]
         try:
             # attributes that forward sets in its first call alone stay unchanged in the second call
@@ -70,12 +92,14 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
                 first = _RecordedRun(request, plan, fake, real, untouched)
                 first.forward()
                 earlier = first.recorder.sets
+            # 2. the recorded run
             before = [Snapshot(root) for root in request.roots]
             run = _RecordedRun(request, plan, fake, real, before)
             run.forward()
             changed = [name for snapshot in before for name in snapshot.changes()]
+            # 3. and 4. another plan, or the graph
             return run.better_plan(changed, earlier) or run.program()
-        finally:
+        finally:  # 5. restore
             for snapshot in untouched:
                 snapshot.restore()
 
@@ -103,6 +127,8 @@ class _RecordedRun:
         self._around = ModesNow.current()
 
     def forward(self) -> None:
+        """Runs the call on fake inputs, and keeps its result on the tape's terms. TraceError for an error inside
+        forward."""
         request, recorder, calls = self._request, self.recorder, self._calls
         assert request.example is not None
         values = recorder.fake.inputs(request.example, request.any_words)
@@ -133,19 +159,22 @@ class _RecordedRun:
         """
         plan, recorder, calls = self._plan, self.recorder, self._calls
         problems = [entry for entry in recorder.tape if isinstance(entry, Obstacle)]
-        # Better plans come before refusals: an obstacle may be inside of an opaque call in the next run.
+        # 1. Submodules that cannot be opaque. Better plans come before refusals: an obstacle may be inside of an opaque
+        # call in the next run.
         descend = {problem.descend for problem in problems if problem.descend is not None} - plan.descend
         if descend:
             return replace(plan, descend=plan.descend | descend)
+        # 2. Obstacles that no plan avoids.
         if problems:
             raise TraceError(problems[0].message)
-        # Without a boundary the model itself would be one opaque call, and "auto" could cut nowhere.
+        # 3. Without a boundary the model itself would be one opaque call, and "auto" could cut nowhere.
         if not recorder.boundaries and plan.limit is None:
             size = sum(tensor.numel() * tensor.element_size() for tensor in self._real.values())
             return replace(plan, limit=size // _FINE)
         model, opaque = self._request.module, tuple(f"{path}." for path in calls.whole)
         sets = [*earlier, *recorder.sets]
-        # opaque calls set attributes in every step, as in the model
+        # 4. Attributes that forward changes outside of opaque calls: perhaps it does so in its first call only. Opaque
+        # calls set attributes in every step, as in the model
         excused = recorder.set_inside - {change.name for change in sets}
         lost = [name for name in changed if name not in excused and not name.startswith(opaque)]
         if lost and not plan.watch:
@@ -158,6 +187,7 @@ class _RecordedRun:
         return None
 
     def program(self) -> Program:
+        """The program of the tape. The number of its boundaries is compared with the number that forward reached."""
         recorder, calls = self.recorder, self._calls
         opaque = {**calls.opaque, **self._regions.opaque}
         emitter = Emitter(self._request.module, opaque, recorder.storages, recorder.fake.bare)
@@ -198,6 +228,7 @@ def _known(fake: FakeModel, name: str, tensor: Tensor) -> str:
 
 
 def _refuse_scripted(module: nn.Module) -> None:
+    """TraceError for a TorchScript module: its tensors are new objects at each access, so that no table knows them."""
     for path, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise TraceError(

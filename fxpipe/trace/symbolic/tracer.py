@@ -1,6 +1,24 @@
 """The symbolic tracer: torch.fx with torch.nn modules as leaves. It needs no example batch.
 
-The tracer refuses, at the user's line, all code that torch.fx would silently record wrong.
+Takes: a ``Request`` without shapes. Gives: a ``Program`` that is valid for any sizes, with one node for each call of a
+torch.nn module, of a torch function or of a tensor's method.
+
+1. Each input becomes a proxy, or a container of fixed values and proxies.
+2. The tracer calls the model. Operations on proxies become nodes; calls of torch.nn modules, opaque regions and
+   boundaries become one node each.
+3. Before each node, ``_SymbolicGuard`` checks that nothing has happened that no node records: random draws, changes of
+   autocast.
+4. Real tensors that forward uses become constants, parameters or buffers of the program.
+
+For example ``self.up(x).relu() + 1`` becomes::
+
+    %up : call_module[target=up](args = (%x,))
+    %relu : call_method[target=relu](args = (%up,))
+    %add : call_function[target=operator.add](args = (%relu, 1))
+
+It does not know sizes, values or classes of tensors, so code that branches on them is refused. All code that torch.fx
+would silently record wrong is refused at the user's line: a number drawn once, a write that would happen once,
+autocast, an ``autograd.Function``.
 """
 
 from __future__ import annotations
@@ -21,7 +39,7 @@ from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.graph.boundary import Gather, boundary, recording, words
 from fxpipe.graph.program import IN_PLACE_NAMES, Effects, Program
 from fxpipe.graph.stage_graph import first_names
-from fxpipe.patches import Patch
+from fxpipe.patches import Replacement
 from fxpipe.snapshots.snapshot import storage_of
 from fxpipe.specs import ObjectSpec
 from fxpipe.stage.modes import Modes, ambient_autocast, within
@@ -38,7 +56,15 @@ from fxpipe.user_line import calls_isinstance, current_line, line_of
 
 
 def symbolic(request: Request) -> Program:
-    """Captures the model by calling forward on proxies; TraceError, with the user's line, where proxies fail."""
+    """Captures the model by calling forward on proxies.
+
+    Args:
+        request: its example and shapes are not used, except for containers with fixed values and for strings.
+
+    Raises:
+        TraceError: where proxies fail, or where a proxy would be wrong; with the user's line.
+    """
+    # the steps happen inside of trace(): see create_args_for_root, create_node, call_module and create_arg
     tracer = _Tracer(request)
     try:
         with (
@@ -68,6 +94,8 @@ def symbolic(request: Request) -> Program:
 
 
 def _explain(error: Exception) -> str:
+    """The reason of an error inside forward, in words, with the user's line: an ordinary exception is often due to a
+    proxy."""
     line = line_of(error)
     at = f"\n{line}" if line else ""
     if isinstance(error, FxTraceError) and "control flow" in str(error):
@@ -134,6 +162,8 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], Any]:
+    """The method of a proxy for ``x += y``, which records the operator in place. fx's proxy would record ``x + y``."""
+
     def method(self: _Proxy, other: Any) -> Any:
         return self.tracer.create_proxy("call_function", function, (self, other), {})
 
@@ -145,6 +175,12 @@ for _name in IN_PLACE_NAMES:
 
 
 class _Tracer(fx.Tracer):
+    """torch.fx's tracer, with the model's names for tensors, and with all values as ``_Proxy``.
+
+    It overrides: the arguments of the root (inputs of the request), nodes (modes and lines), leaf modules (torch.nn),
+    tensors (by identity, so that tied parameters are one node), and adds boundaries and opaque regions.
+    """
+
     proxy_buffer_attributes = True
 
     def __init__(self, request: Request) -> None:
@@ -165,6 +201,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[[], Any], list[Any]]:
+        # 1. and 2. the inputs, and the call
         values = {name: self._input(name) for name in self.request.inputs}
         return lambda: self.request.call(values), []
 
@@ -187,7 +224,8 @@ class _Tracer(fx.Tracer):
         return pytree.tree_unflatten([stand_in(path, leaf, is_fixed) for (path, leaf), is_fixed in pairs], spec)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> Node:
-        self.guard.check()
+        """Adds a node with its grad mode and the user's line, after the guard's check. TraceError for ``backward``."""
+        self.guard.check()  # 3. nothing else has happened
         if (kind, target) == ("call_method", "backward") or target is BACKWARD:
             refuse_backward()
         # node.meta holds the grad mode if it differs from the grad mode around the call
@@ -204,6 +242,11 @@ class _Tracer(fx.Tracer):
     # modules
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Records a call of a leaf as one node, and runs any other module.
+
+        TraceError for a leaf whose parameters were swapped, or which contains a cut; and for a module that is traced
+        through and has backward hooks.
+        """
         # modules of the loss function are no submodules of the model: the tracer traces through them
         is_submodule = m is not self.root and self.submodule_paths is not None and m in self.submodule_paths
         if is_submodule and self.is_leaf_module(m, ""):
@@ -253,7 +296,8 @@ class _Tracer(fx.Tracer):
     # tensors
 
     def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
+        """The graph's argument for a value: a ``get_attr`` node for a tensor. TraceError for a random generator."""
+        if isinstance(a, Tensor):  # 4. a real tensor
             return self._source(a)
         if isinstance(a, torch.Generator):
             raise refuse(
@@ -263,6 +307,8 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
     def _source(self, tensor: Tensor) -> Node:
+        """The ``get_attr`` node of a tensor: under the model's first name for it, or as a new constant. TraceError for
+        a tensor that requires a gradient and is no parameter of the model."""
         name = self._names.get(id(tensor))
         if name is None:
             if tensor.requires_grad:
@@ -277,6 +323,8 @@ class _Tracer(fx.Tracer):
         return self._sources[name]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """The value of a module's attribute that forward reads: one proxy for each parameter and buffer, other values
+        as they are."""
         # torch.fx calls this method for each module attribute that forward reads
         if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
             name = self._names[id(attr_val)]
@@ -288,6 +336,8 @@ class _Tracer(fx.Tracer):
     # boundaries
 
     def record_boundary(self, value: Any, name: str | None, gather: Gather | None) -> Any:
+        """The proxies after a boundary: all traced tensors in ``value`` go through one ``boundary`` node."""
+
         def carry(proxies: list[Any]) -> list[Any]:
             self.boundaries += 1
             behind: Any = self.create_proxy("call_function", boundary, (proxies, *words(name, gather)), {})
@@ -297,7 +347,7 @@ class _Tracer(fx.Tracer):
 
 
 def _tensors_in(module: nn.Module) -> list[int]:
-    """The ids of the module's own parameters and buffers, without those of submodules."""
+    """The ids of the module's own parameters and buffers, without the tensors of submodules."""
     return [id(tensor) for table in (module._parameters, module._buffers) for tensor in table.values()]
 
 
@@ -309,7 +359,7 @@ def _refuse_backward_hooks(module: nn.Module) -> None:
         )
 
 
-def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
+def _recorded_factories(tracer: fx.Tracer) -> list[Replacement]:
     """Patches that record ``torch.zeros(x.shape[0], 3)``: torch's parser accepts no proxy among separate sizes."""
 
     def recorded(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -324,7 +374,11 @@ def _recorded_factories(tracer: fx.Tracer) -> list[Patch]:
 
 
 class _SymbolicGuard(CaptureGuard):
-    """Watches one symbolic capture. The tracer calls ``check()`` before it records each node."""
+    """Watches one symbolic capture. The tracer calls ``check()`` before it records each node.
+
+    Its three watchers: replaced functions (``tracing``), a dispatch mode that sees operations on real tensors
+    (``_StateMode``), and comparisons of autocast and of random states (``check``).
+    """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
@@ -332,7 +386,7 @@ class _SymbolicGuard(CaptureGuard):
         self._state = _StateMode(frozenset(storage_of(tensor) for tensor in tensors) - {0})
 
     @contextlib.contextmanager
-    def tracing(self, factories: list[Patch]) -> Iterator[None]:
+    def tracing(self, factories: list[Replacement]) -> Iterator[None]:
         """While this context is open, code that a symbolic capture would record wrong raises TraceError."""
         grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
         import_dynamo()  # which the first operation under any dispatch mode would do, behind the patches
@@ -377,7 +431,12 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation on real tensors. It refuses random operations, writes to the model's tensors, and
-    computations with the values of parameters and buffers."""
+    computations with the values of parameters and buffers.
+
+    An operation on a proxy calls no operator, so what arrives here happens once, at capture. Computations with other
+    tensors that the model holds, such as a table in an attribute, are allowed. ``computed_with`` keeps these tensors:
+    fxpipe later refuses to run the capture if one of them was written since.
+    """
 
     def __init__(self, changing: frozenset[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -402,6 +461,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _check(self, func: Any, tensor: Tensor, storage: int, is_write: bool) -> None:
+        """TraceError if an operator may not touch this tensor; notes the model's tensors whose values it uses."""
         if is_write and storage in self.names:
             raise refuse(
                 f"forward writes {self.names[storage]} while tracing, which would happen once",
@@ -419,6 +479,7 @@ class _StateMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _refuse_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of ``autograd.Function.apply``: the graph would lose the backward."""
     raise refuse(
         f"torch.autograd.Function {function.__name__} is applied in forward, and its backward would be lost",
         "write it with differentiable operations, or give the stages as callables (StageGraph.from_callables)",
