@@ -1,4 +1,17 @@
-"""Captures: an immutable value with a model's captures so far, and the facts that they found."""
+"""Captures: an immutable value with a model's captures so far, and the facts that they found.
+
+Takes the model, the options and the topology (``Captures.empty``), and then one capture after another. Gives the
+capture that is valid for a micro-batch, or why there is none.
+
+A lookup (``holding``) has three steps:
+
+1. the key of the micro-batch's kind (``kind_of``): its inputs, flags and modes, with and without their outline;
+2. the ``Family`` of that key, which has the captures of the kind;
+3. the first capture of the family whose guard holds.
+
+It makes no captures: ``Capturing`` does, and returns new ``Captures``. A rank that fails to make a capture keeps the
+old value, so nothing is undone.
+"""
 
 from __future__ import annotations
 
