@@ -177,15 +177,14 @@ class Captures:
     def why_anew(self, batch: Pattern) -> str:
         """Why a micro-batch needs a new capture, in words: its differences from the capture that differs least."""
         known = self.source.model, self.reads, self.questions
-        modes = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
-        reasons = [guard.why_not(batch, *known) for guard in modes]
-        first = "it is the first batch" if batch.training else "it is the first evaluation"
-        return "; ".join(min(reasons, key=len)) if reasons else first
+        others = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
+        reasons = sorted((guard.why_not(batch, *known) for guard in others), key=len)
+        first = f"it is the first {'batch' if batch.training else 'evaluation'}"
+        return "; ".join(reasons[0]) if reasons else first
 
     def with_captured(self, captured: Captured) -> Captures:
         """The captures with one more."""
-        sizes = captured.guard.sizes
-        key = kind_of(captured.guard.values, sizes and sizes.shape)
+        key = kind_of(captured.guard.values, captured.guard.shape)
         family = self.families.get(key, Family()).with_captured(captured)
         return replace(self, families={**self.families, key: family})
 

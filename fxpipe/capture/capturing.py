@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from fxpipe.batch.description import Description, example_of, known_by_type
+from fxpipe.batch.description import example_of, known_by_type
 from fxpipe.batch.objects import like_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import capture_in_part
@@ -109,7 +109,7 @@ class Capturing:
             return captures, captured
         why = captures.why_anew(this)
         captures, captured = self._capture(captures, this)
-        for name in known_by_type(captured.guard.sizes.shape) if captured.guard.sizes is not None else ():
+        for name in known_by_type(captured.guard.shape or ()):
             raise Unanswered(name, "", captures.questions.numbers)
         captured = replace(captured, why=why)
         captures = captures.with_captured(captured)
@@ -308,7 +308,7 @@ def _check_unchanged(captures: Captures, this: Pattern) -> None:
 def _reports(captures: Captures, captured: Captured, training: bool) -> tuple[str, ...]:
     """The reports to the user, with those about the latest capture."""
     guards = [guard for guard in captures.guards if guard.values.training == training]
-    shapes: list[Description] = [guard.sizes.shape for guard in guards if guard.sizes is not None]
+    shapes = [guard.shape for guard in guards if guard.shape is not None]
     reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
     if len(shapes) == MANY:
         sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))
