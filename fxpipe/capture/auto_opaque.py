@@ -1,4 +1,15 @@
-"""Auto-opaque: makes submodules that no tracer can capture opaque, one after another, until the rest is captured."""
+"""Auto-opaque: makes submodules that no tracer can capture opaque, one after another, until the rest is captured.
+
+Takes a request for a tracer, and functions that examine a program and observe regions. Gives the examined program, the
+request with all its opaque regions, and a reason for each region that was added.
+
+1. If strings are among the inputs, it first tries a program that is valid for any strings.
+2. If the user has compiled submodules, it first tries with these opaque, so that they run compiled.
+3. It tries the tracers. If all refuse, the part on which they failed first becomes opaque, and they try again.
+4. If no part is left to try, it starts again without these parts, and forward may ask for numbers.
+
+It does not choose the tracers' order, and does not check a program: ``examine`` does.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +52,27 @@ def capture_in_part(
 ) -> tuple[Accepted, Request, dict[str, str]]:
     """Returns the examined program, the request with all its opaque regions, and the added regions with a reason each.
 
-    ``examine``: raises TraceError for a program that differs from the model. ``shares``: each region's fraction of a
-    step's FLOPs in an examined program. ``observe``: adds to a request what its regions do in a run; None if the model
-    cannot run on a batch. ``tries_any_words``: first tries a program that is valid for any strings in the inputs.
-    ``tries_compiled``: first tries with compiled submodules opaque. Raises the first attempt's TraceError, with the
-    later attempts in its text.
+    Args:
+        request: the request for a tracer.
+        options: the options of ``compile``, with the tracer's name.
+        examine: returns the examined program; raises TraceError for a program that differs from the model.
+        shares: each region's fraction of a step's FLOPs in an examined program.
+        observe: adds to a request what its regions do in a run; None if the model cannot run on a batch.
+        tries_any_words: whether to try a program that is valid for any strings in the inputs first.
+        tries_compiled: whether to try with compiled submodules opaque first.
+
+    Raises:
+        TraceError: no attempt succeeded. The text is that of the first attempt, with the later attempts added.
+        PartitionError: the program cannot be cut into stages.
+        Unanswered: forward asks a question about its inputs that has no answer yet.
     """
     tracer = options.tracing.name if options.parallelize is None else "record"  # "record" keeps modules as they are
     again = partial(capture_in_part, options=options, examine=examine, shares=shares, observe=observe)
-    # Strings that change with every batch, such as captions, need a capture each, unless only opaque code reads them.
+    # 1. Strings that change with every batch need a capture each, unless only opaque code reads them.
     if tries_any_words and _words_in(request):
         with contextlib.suppress(TraceError, PartitionError):
             return again(replace(request, any_words=True))
-    # A submodule that the user has compiled is one opaque call, so that it runs compiled, or else plain code.
+    # 2. A submodule that the user has compiled is one opaque call, so that it runs compiled, or else plain code.
     compiled = _with_compiled(request, options) if observe is not None else request
     if tries_compiled and not all(region.varies for region in compiled.whole):
         with contextlib.suppress(TraceError, PartitionError):
@@ -75,7 +94,7 @@ def capture_in_part(
             part, why = (error.part, error.in_a_line) if isinstance(error, Uncaptured) else ("", "")
             if not failure and not isinstance(error, Uncaptured):
                 raise
-            # 1. The part on which the tracers failed first becomes opaque, and the tracers try the rest.
+            # 3. The part on which the tracers failed first becomes opaque, and the tracers try the rest.
             if options.tracing.opaque and observe and part and parts < MOST_PARTS:
                 failure = failure or str(error)
                 before, request = {region.name for region in request.whole}, _with_regions(request, part)
@@ -86,7 +105,7 @@ def capture_in_part(
             if added:
                 failure = f"{failure}\nwith {', '.join(added)} kept opaque by itself: {error}"
             failure = failure or str(error)
-            # 2. Without added regions, forward may read numbers from tensors, and each number needs its own capture.
+            # 4. Without added regions, forward may read numbers from tensors, and each number needs its own capture.
             if request.asks_numbers or request.any_words or not options.tracing.opaque:
                 raise TraceError(failure) from error
             request, added = replace(original, asks_numbers=True), {}

@@ -1,4 +1,17 @@
-"""Captures: an immutable value with a model's captures so far, and the facts that they found."""
+"""Captures: an immutable value with a model's captures so far, and the facts that they found.
+
+Takes the model, the options and the topology (``Captures.empty``), and then one capture after another. Gives the
+capture that is valid for a micro-batch, or why there is none.
+
+A lookup (``holding``) has three steps:
+
+1. the key of the micro-batch's kind (``kind_of``): its inputs, flags and modes, with and without their outline;
+2. the ``Family`` of that key, which has the captures of the kind;
+3. the first capture of the family whose guard holds.
+
+It makes no captures: ``Capturing`` does, and returns new ``Captures``. A rank that fails to make a capture keeps the
+old value, so nothing is undone.
+"""
 
 from __future__ import annotations
 
@@ -164,15 +177,14 @@ class Captures:
     def why_anew(self, batch: Pattern) -> str:
         """Why a micro-batch needs a new capture, in words: its differences from the capture that differs least."""
         known = self.source.model, self.reads, self.questions
-        modes = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
-        reasons = [guard.why_not(batch, *known) for guard in modes]
-        first = "it is the first batch" if batch.training else "it is the first evaluation"
-        return "; ".join(min(reasons, key=len)) if reasons else first
+        others = [guard for guard in reversed(self.guards) if guard.values.training == batch.training]
+        reasons = sorted((guard.why_not(batch, *known) for guard in others), key=len)
+        first = f"it is the first {'batch' if batch.training else 'evaluation'}"
+        return "; ".join(reasons[0]) if reasons else first
 
     def with_captured(self, captured: Captured) -> Captures:
         """The captures with one more."""
-        sizes = captured.guard.sizes
-        key = kind_of(captured.guard.values, sizes and sizes.shape)
+        key = kind_of(captured.guard.values, captured.guard.shape)
         family = self.families.get(key, Family()).with_captured(captured)
         return replace(self, families={**self.families, key: family})
 

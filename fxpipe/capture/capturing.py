@@ -1,4 +1,18 @@
-"""Capturing: finds the capture that is valid for each micro-batch, and makes a capture where none is."""
+"""Capturing: finds the capture that is valid for each micro-batch, and makes a capture where none is.
+
+Takes ``Captures``, the pattern of a batch, and its micro-batches with real tensors, if a rank has them. Gives new
+``Captures``, and a capture for each micro-batch. For a micro-batch without a valid capture:
+
+1. A request says what the tracer needs: the inputs, the cuts, and the sizes that vary.
+2. The model runs once, if it has opaque regions, to show what they return.
+3. A tracer captures the model; ``auto_opaque`` changes the request until a tracer can.
+4. The program is cut into stages, and the stages run once against the model.
+5. What the capture found goes into the new ``Captures``: the attributes that it read, regions, questions.
+6. The text for ``.stages`` is written.
+
+It places no stage on a rank and makes no table: ``plan`` does. It asks no other rank: all ranks of a pipe group make
+the same captures from the same pattern.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +23,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from fxpipe.batch.description import Description, example_of, known_by_type
+from fxpipe.batch.description import example_of, known_by_type
 from fxpipe.batch.objects import spec_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import capture_in_part
@@ -65,7 +79,13 @@ class Capturing:
 
     def of(self, captures: Captures) -> tuple[Captures, list[Captured]]:
         """Returns the new captures, and the capture for each micro-batch of the pattern: the same object for
-        micro-batches that share a capture. Errors as ``_capture``."""
+        micro-batches that share a capture.
+
+        Raises:
+            TraceError: no tracer can capture the model, or the stages differ from the model.
+            PartitionError: the program cannot be cut into stages.
+            Unanswered: forward asks a new question about its inputs.
+        """
         training, count, any_words = self.pattern.training, self.pattern.microbatches, captures.any_words
         if captures.source.own is not None:
             return captures, [captures.source.own] * count
@@ -89,7 +109,7 @@ class Capturing:
             return captures, captured
         why = captures.why_anew(this)
         captures, captured = self._capture(captures, this)
-        for name in known_by_type(captured.guard.sizes.shape) if captured.guard.sizes is not None else ():
+        for name in known_by_type(captured.guard.shape or ()):
             raise Unanswered(name, "", captures.questions.numbers)
         captured = replace(captured, why=why)
         captures = captures.with_captured(captured)
@@ -97,16 +117,14 @@ class Capturing:
 
     @paused()
     def _capture(self, captures: Captures, this: Pattern) -> tuple[Captures, Captured]:
-        """Captures the model for a micro-batch: the stages of the first tracer whose stages pass the check.
-
-        TraceError if no tracer can capture the model; PartitionError if the program cannot be cut into stages;
-        ``Unanswered`` for a new question about the inputs.
-        """
-        # 1. The capture. Its reads of Python attributes are noted, since a changed attribute needs another capture.
+        """Captures the model for a micro-batch: the stages of the first tracer whose stages pass the check. Errors as
+        ``of``."""
+        # 1. The request. 2. The regions.
         source, observed = captures.source, list[Observed]()
         request = self._request(captures, this)
         observe = partial(self._observed, captures, this, observed)
         request = observe(request) if request.whole else request
+        # 3. The capture. 4. Its check. Reads of Python attributes are noted: a changed one needs another capture.
         with (
             progress(f"capturing {type(source.model).__name__}"),
             ignored(source.balancing.finds_cuts),
@@ -121,7 +139,7 @@ class Capturing:
                 observe if _shows_regions(self.sample, source.model, this) else None,
                 captures.any_words or captures.first is None,
             )
-        # 2. The facts about the model that the capture found.
+        # 5. The facts about the model that the capture found.
         program, captured = examined.program, examined.captured
         watch(examined.cut, source.latest.changed)
         captures = replace(
@@ -133,7 +151,7 @@ class Capturing:
             any_words=captures.any_words or request.any_words,
             wrong={**captures.wrong, **self.wrong},
         )
-        # 3. The text that .stages shows.
+        # 6. The text that .stages shows.
         notes = [*captures.regions.by_itself.values(), *captures.questions.described(program.answers)]
         whole = tuple(f"{region.name}." for region in request.whole)  # opaque regions run as the user has them
         compiled = [name for name in compiled_parts(program.module) if not f"{name}.".startswith(whole)]
@@ -145,7 +163,7 @@ class Capturing:
         return captures, replace(captured, graph=replace(captured.graph, origin=origin))
 
     def _request(self, captures: Captures, this: Pattern) -> Request:
-        """The request for a tracer."""
+        """The request for a tracer: the inputs with their objects, the cuts, the modes, and the sizes that vary."""
         source, shape, inputs = captures.source, this.shape, this.given[0]
         options = source.options
         objects = partial(_with_objects, captures)
@@ -290,7 +308,7 @@ def _check_unchanged(captures: Captures, this: Pattern) -> None:
 def _reports(captures: Captures, captured: Captured, training: bool) -> tuple[str, ...]:
     """The reports to the user, with those about the latest capture."""
     guards = [guard for guard in captures.guards if guard.values.training == training]
-    shapes: list[Description] = [guard.sizes.shape for guard in guards if guard.sizes is not None]
+    shapes = [guard.shape for guard in guards if guard.shape is not None]
     reports = [f"fxpipe: {captured.fixed_sizes}"] if captured.fixed_sizes else []
     if len(shapes) == MANY:
         sizes, values = (", ".join(map(repr, names)) for names in changing(shapes))

@@ -1,4 +1,14 @@
-"""Examining: cuts a tracer's program into stages, and looks for rows of a micro-batch that interact."""
+"""Examining: cuts a tracer's program into stages, and looks for rows of a micro-batch that interact.
+
+Takes a tracer's program, and the captures before it. Gives ``Examined``: the stages with their guard.
+
+1. Nodes that only opaque calls or questions needed are dropped. Tensors that no node uses go to the opaque methods.
+2. The passes run. The first program is cut by marks, names or a search, and each later program as the first was.
+3. If the user left the stages' ranks open, a search places the stages of the first program.
+4. ``split`` makes the stage graph, and the guard says for which micro-batches it is valid.
+
+It does not run the stages: ``Capturing`` checks them against the model.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +55,13 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         request: its request, with its opaque regions.
         pattern: the pattern of the batch.
         this: the pattern of the micro-batch.
+
+    Raises:
+        PartitionError: a stage would wait for itself, or a pass or the search finds no stages.
     """
     source, first, traced = captures.source, captures.first, program
     balancing, options, shape, searched = source.balancing, source.options, this.shape, captures.searched
-    # Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
+    # 1. Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
     if request.whole or program.answers:
         program = default_passes.drop_unused(program)
     names_unused = frozenset[str]() if first is None else first.unused
@@ -56,7 +69,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         names_unused = unused(program) if first is None else names_unused
         program = with_unused(program, names_unused)
     program = program.replace(first=captures.program)
-    # A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
+    # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
         program = chain(default_passes.before_balance(), program)
         names = default_passes.name_stages, default_passes.gather
@@ -74,8 +87,10 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         if options.passes is not None and shape is not None:  # the user's own may read the shapes
             program = program.replace(shapes=source.shapes(program, shape, pattern))
         program = chain(default_passes.default() if options.passes is None else options.passes, program)
+    # 3. The ranks.
     if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
         searched = balancing.placed(program, pattern, shape)
+    # 4. The stages and their guard.
     constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
     captured = Captured(
         default_passes.split(program),

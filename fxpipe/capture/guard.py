@@ -76,6 +76,11 @@ class Guard:
     answers: Answers = ()
 
     @property
+    def shape(self) -> Description | None:
+        """The micro-batch that was captured; None if the capture is valid for any sizes."""
+        return None if self.sizes is None else self.sizes.shape
+
+    @property
     def reads(self) -> tuple[int, ...]:
         """The number of the state of the attributes that forward reads; all ranks' numbers, if they differ."""
         return self.values.flags.states or (self.values.flags.state,)
@@ -102,7 +107,7 @@ class Guard:
             return []
         mine, its, answered = self.values, batch, dict(batch.answered)
         # 1. Values.
-        then, now = _described(mine, self.sizes and self.sizes.shape), _described(its, self.sizes and its.shape)
+        then, now = _described(mine, self.shape), _described(its, self.shape and its.shape)
         pairs = ((name, now.get(name, "not given"), then.get(name, "not given")) for name in {**then, **now})
         reasons = [f"input {name!r} is {new}, and was {old}" for name, new, old in pairs if new != old]
         reasons += ["its loss is computed" if its.with_loss else "it has no loss"] * (mine.with_loss != its.with_loss)
@@ -126,7 +131,7 @@ class Guard:
     @property
     def inputs(self) -> str:
         """The inputs of the captured micro-batch, in words."""
-        inputs = _described(self.values, self.sizes and self.sizes.shape)
+        inputs = _described(self.values, self.shape)
         return ", ".join(f"{name} {words}" for name, words in inputs.items())
 
 
@@ -213,7 +218,7 @@ class Family:
 
     def with_captured(self, captured: Captured) -> Family:
         """The family with one more capture."""
-        more, shape = (*self.captured, captured), captured.guard.sizes and captured.guard.sizes.shape
+        more, shape = (*self.captured, captured), captured.guard.shape
         return Family(more, shape, self.varying | varying(shape, self.latest) if shape else frozenset())
 
     def holding(self, batch: Pattern) -> Captured | None:

@@ -1,4 +1,14 @@
-"""Questions: captures find the questions that forward asks about its inputs; ranks answer them per micro-batch."""
+"""Questions: captures find the questions that forward asks about its inputs; ranks answer them per micro-batch.
+
+Takes a program that computes the value that forward asks for, such as ``mask.all()``. Gives a ``Question``: a graph
+that each rank runs on its own micro-batches.
+
+1. A capture reaches a question that has no answer, and calls ``ask``, which raises ``Unanswered``.
+2. The state notes the question (``asking``), and each rank answers it for its micro-batches (``answers``).
+3. The capture starts again with the answers, and meets the next question, or ends.
+
+A question that depends on more than inputs and constants is no question: ``ask`` returns, and the tracer refuses.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +97,13 @@ class Questions:
 
 
 def _question_of(program: Program, query: Any, before: Answers, request: Request) -> Question | None:
-    """The question that a program computes; None if the answer depends on more than inputs and constants."""
+    """The question that a program computes; None if the answer depends on more than inputs and constants.
+
+    (a) The nodes that the answer needs. (b) Their graph. (c) The sizes for which the graph is valid.
+    """
     if not query.key:
         return None
-    # 1. Only nodes that every stage could copy: deterministic functions of inputs and constants.
+    # (a) Only nodes that every stage could copy: deterministic functions of inputs and constants.
     program = mark_copies(erase_boundaries(program))
     written = alias_groups(program).written
     needed = _needed(program, written)
@@ -99,7 +112,7 @@ def _question_of(program: Program, query: Any, before: Answers, request: Request
             return None
         if node.op.startswith("call_") and (node.name not in program.copied or "modes" in node.meta):
             return None
-    # 2. The graph of these nodes, which each rank runs on its own micro-batches.
+    # (b) The graph of these nodes, which each rank runs on its own micro-batches.
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in program.nodes:
         if node in needed:
@@ -107,7 +120,7 @@ def _question_of(program: Program, query: Any, before: Answers, request: Request
     constants = {str(node.target): program.constants[str(node.target)] for node in graph.nodes if node.op == "get_attr"}
     writes = any(node.name in group for node in needed for group in written)
     run, inputs = fx.GraphModule(constants, graph), tuple(str(n.target) for n in graph.nodes if n.op == "placeholder")
-    # 3. The question is valid for these sizes, which the capture did not keep symbolic.
+    # (c) The question is valid for these sizes, which the capture did not keep symbolic.
     modes = request.autocast, request.compute
     varying = request.varying if program.holds_for is not None else ()
     sizes = tuple(

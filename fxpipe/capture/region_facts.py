@@ -1,4 +1,13 @@
-"""Region facts: what captures know of opaque regions, and the real runs of the model that show their effects."""
+"""Region facts: what captures know of opaque regions, and the real runs of the model that show their effects.
+
+Takes a request with opaque regions. Gives the calls of these regions: what each returns, reads, writes and sets.
+
+1. At compile the model runs once in the mode of the request (``observed_in_run``).
+2. For training it also runs once in evaluation, since a rank later holds only its part of the model.
+3. After compile the calls are guessed: those of the most similar micro-batch, with this micro-batch's sizes.
+
+It does not check the guess: each step compares what a region returns with it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +73,7 @@ class RegionFacts:
     def guessed(self, names: set[str], shape: Description, training: bool) -> SeenCalls:
         """The calls of these regions, guessed from the observed micro-batch that is most like this micro-batch."""
 
-        # The best observation called these regions, in this mode, and each of its sizes maps to one size of this shape.
+        # 3. The best observation called these regions, in this mode, and each of its sizes maps to one of this shape.
         def unlikeness(observed: Observed) -> tuple[int, bool, tuple[int, int]]:
             trained, then, calls = observed
             return len(names - {name for name, _ in calls}), trained != training, unlike(then, shape)
@@ -88,10 +97,11 @@ def observed_in_run(request: Request, batch: Batch, shape: Description, ignores_
     """
     training, called = request.training, set[str]()
     with progress("running an opaque region"), ignored(ignores_boundaries):
+        # 1. The mode of the request.
         runs: list[Observed] = [(training, shape, {**declared(request), **observe(request, batch, called)})]
         evaluates = not training
         if training:
-            # Evaluation is also observed now, because later this rank holds only its own part of the model. A model
+            # 2. Evaluation is also observed now, because later this rank holds only its own part of the model. A model
             # may fail to evaluate a batch for training.
             with evaluating(request.module), contextlib.suppress(TraceError):
                 runs.append((False, shape, {**declared(request), **observe(request, batch, called)}))

@@ -1,10 +1,16 @@
 """Same stages: adapts the stages of several captures so that one table can run them.
 
-A later capture has the first capture's stages, and all micro-batches of a step use the same name for a value.
+Takes the captures of a step's micro-batches. Gives their stage graphs with the same stages and shared names of values.
 
-A stage that runs once for several micro-batches is captured for their total number of rows. A tracer that needs shapes
-captures the model a second time, for the rows of a group, and the stages after the gather come from this capture: an
-``arange(n)`` in them counts the group's rows.
+1. ``like``: a later capture gets the first capture's stages.
+2. ``called_alike``: all micro-batches of a step use the same name for a value.
+3. ``joint``: the union of the micro-batches' stages and values, for which the table is made.
+4. ``captured_for``: a stage that runs once for several micro-batches is captured for their total number of rows.
+
+In step 4 a tracer that needs shapes captures the model a second time, for the rows of a group, and the stages after the
+gather come from this capture: an ``arange(n)`` in them counts the group's rows.
+
+It changes no graph's code, and chooses no ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ def with_shared_names(graphs: Sequence[StageGraph]) -> tuple[StageGraph, ...]:
                 f"differ in what they exchange or return:\n{first}\n{graph}\npass micro-batches of one shape, a batch "
                 "that divides evenly, and make a call for each kind of them"
             )
-    # Between two stages, all use the names of the micro-batch that has most values there.
+    # 2. Between two stages, all use the names of the micro-batch that has most values there.
     between: dict[tuple[int, int], list[Edge]] = {}
     for graph in each:
         for pair, edges in _edges_between(graph).items():
@@ -151,6 +157,7 @@ def captured_for(captures: Captures, capturing: Capturing) -> tuple[Captures, li
 
 def for_groups(captures: Captures, captured: list[Captured], capturing: Capturing) -> tuple[Captures, list[Captured]]:
     """Returns the new captures, and the captures of the micro-batches with the gathered stages of the groups."""
+    # 4. Stages that run for several micro-batches at once.
     first, batch_dim, pattern = captured[0], captures.source.options.batch_dim, capturing.pattern
     first.graph.groups(pattern.microbatches)  # PartitionError if the groups do not divide the micro-batches
     gathers = [stage for stage in first.graph if stage.gathered is not None]
