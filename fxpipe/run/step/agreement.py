@@ -127,7 +127,7 @@ class Agreement:
 
     def __init__(self, plans: Plans, transport: Transport) -> None:
         self.plans, self._transport, self._options = plans, transport, plans.options
-        """The plan state, replaced after all ranks of a pipe group have made the same new state."""
+        """The plans, replaced after all ranks of a pipe group have made the same new plans."""
         self._numbers: dict[Proposal, int] = {}
         self._types = {id(parameter): parameter.dtype for parameter in plans.module.parameters()}
         self._parameters = list(plans.module.parameters())  # keeps their ids from being reused
@@ -145,7 +145,7 @@ class Agreement:
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
     def _take(self, plans: Plans) -> None:
-        """Replaces the plan state, and has watched regions compare its reads."""
+        """Replaces the plans, and has watched regions compare its reads."""
         self.plans, plans.captures.latest.reads = plans, plans.captures.reads
 
     # this rank's inputs
