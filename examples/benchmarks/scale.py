@@ -84,7 +84,7 @@ def heartbeat(arguments: argparse.Namespace) -> Figures:
     for size in (16, 64, 1024, 16384):
         with mock.patch.object(dist, "get_world_size", lambda size=size: size), phase("forward_backward, step 1234"):
             watchdog = Watchdog()
-            watchdog.take_up(1, fxpipe.Topology([("pipe", min(16, size // 2)), ("data", max(2, size // 16))]))
+            watchdog.watch(1, fxpipe.Topology([("pipe", min(16, size // 2)), ("data", max(2, size // 16))]))
         here.calls = tuple(Call(i, i, f"forward_backward, step {1219 + i}") for i in range(16))
         beats = watchdog._heartbeat
         beats.refresh()

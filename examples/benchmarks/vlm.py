@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from balance import acyclic, by, even, like
+from balance import acyclic, by, even, spec
 from sleeping import Stage, in_turns
 from tabulate import tabulate
 from vlm_models import OTHERS, VLMS, Built, Unit
@@ -88,7 +88,7 @@ def costed(name: str, trained: bool, ranks: int) -> Costed:
     built.model.get_submodule(built.frozen).requires_grad_(trained)
     whole = ("words", "labels", "text")
     example = {
-        name: like(*shape, dtype=torch.long if name in whole else torch.float32) for name, shape in built.batch.items()
+        name: spec(*shape, dtype=torch.long if name in whole else torch.float32) for name, shape in built.batch.items()
     }
     program = capture(Request(built.model.train(), tuple(example), {}, example=example), "symbolic")
     program = chain(passes.before_balance(), program)

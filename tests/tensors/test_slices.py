@@ -6,7 +6,9 @@ import copy
 import io
 import math
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,3 +98,15 @@ def test_what_needs_the_whole_tensor_is_refused() -> None:
         part + 1
     with pytest.raises(NotImplementedError, match=r"write \.local"):
         part.copy_(slice_of(torch.zeros(3, 4), 3, 9))
+
+
+@pytest.mark.parametrize("module", ["fxpipe.sharding.optimizer_state", "fxpipe.checkpoint.files.pieces"])
+def test_a_file_that_names_the_class_in_a_former_module_is_loaded(module: str, tmp_path: Path) -> None:
+    part = slice_of(torch.arange(6.0).view(2, 3), 1, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slice, "__module__", module)
+        patch.setitem(sys.modules, module, SimpleNamespace(Slice=Slice))
+        torch.save(part, tmp_path / "part.pt")
+    loaded = torch.load(tmp_path / "part.pt", weights_only=True)
+    assert type(loaded) is Slice
+    assert (loaded.start, loaded.local.tolist()) == (1, [1.0, 2.0, 3.0, 4.0])

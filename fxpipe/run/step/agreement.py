@@ -149,7 +149,7 @@ class Agreement:
 
     def __init__(self, plans: Plans, transport: Transport) -> None:
         self.plans, self._transport, self._options = plans, transport, plans.options
-        """The plan state, replaced after all ranks of a pipe group have made the same new state."""
+        """The plans, replaced after all ranks of a pipe group have made the same new plans."""
         self._numbers: dict[Proposal, int] = {}
         self._types = {id(parameter): parameter.dtype for parameter in plans.module.parameters()}
         self._parameters = list(plans.module.parameters())  # keeps their ids from being reused
@@ -167,7 +167,7 @@ class Agreement:
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
     def _take(self, plans: Plans) -> None:
-        """Replaces the plan state, sets its captures' memos, and has watched regions compare its reads."""
+        """Replaces the plans, sets its captures' memos, and has watched regions compare its reads."""
         if plans.captures.reads.memos:
             plans = plans.with_captures(reads=plans.captures.reads.with_memos_set())
         self.plans, plans.captures.source.latest.reads = plans, plans.captures.reads
