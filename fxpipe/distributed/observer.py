@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from fxpipe.distributed.transport import Transport
 from fxpipe.graph.stage_graph import Edge, Stage, bytes_in
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.kinds import FORWARD
@@ -63,11 +64,15 @@ def _defined(observers: Sequence[StepObserver], name: str) -> list[Callable[...,
 
 
 class EdgeSizes(StepObserver):
-    """Measures the bytes of each edge's value. ``bytes_of``: edge → bytes, of this process's stages."""
+    """Measures the bytes of each edge's value."""
 
     def __init__(self) -> None:
-        self.bytes_of: dict[Edge, int] = {}
+        self._bytes_of: dict[Edge, int] = {}
 
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
         if action.kind.messages is FORWARD:
-            self.bytes_of.update(zip(stage.outputs, map(bytes_in, made), strict=False))
+            self._bytes_of.update(zip(stage.outputs, map(bytes_in, made), strict=False))
+
+    def gather(self, transport: Transport) -> dict[Edge, int]:
+        """The bytes of all edges. A collective call of a pipe group, of which each rank has its own stages' outputs."""
+        return {edge: size for part in transport.gather("pipe", self._bytes_of) for edge, size in part.items()}

@@ -252,10 +252,7 @@ class Steps:
             self._unsummed = not self.sync
             bytes_of = None
             if sizes:
-                record.is_sized = True
-                # Each rank knows the bytes of its own stages' outputs; the pipe group gathers them once per plan.
-                parts = self.transport.gather("pipe", sizes[0].bytes_of)
-                bytes_of = {edge: size for part in parts for edge, size in part.items()}
+                record.is_sized, bytes_of = True, sizes[0].gather(self.transport)
             broken = self.watch.end(self.number, outcome.loss, result.loss, plan)
             passed(REST)
             self._trained.add(agreed.kind)
