@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
 from tests.device import DEVICE
 from tests.graphs import FAMILIES
-from tests.harness import Engines, Run, assert_same, assert_trains, replica_of, trained
+from tests.harness import Engines, Run, assert_same, assert_trains, compiled, replica_of, stepped, trained
 from tests.models import CASES, RANDOM, Case
 from tests.offloading import Offloading
 from tests.pool import Pool

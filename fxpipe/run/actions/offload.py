@@ -66,10 +66,10 @@ class _Away(_Saved):
 
 @dataclass(slots=True)
 class _Wrapped(_Saved):
-    """A saved tensor of a subclass, by its parts."""
+    """A saved tensor of a subclass, by its parts: as they are saved, or a part itself that stays."""
 
     like: type
-    parts: dict[str, _Saved]
+    parts: dict[str, Any]
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -147,16 +147,17 @@ class Offloaded:
             return _Saved(tensor, version)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
-        if all(type(part) is _Saved for part in parts.values()):
+        if not any(isinstance(part, _Away | _Wrapped) for part in parts.values()):
             return _Saved(tensor, version)
         wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
         self._wrapped.append(wrapped)
         return wrapped
 
-    def _part(self, tensor: Tensor) -> _Saved:
-        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays.
-        leaves = tensor.is_floating_point() or tensor.is_complex() or _is_wrapper(tensor)
-        return self._pack(tensor) if leaves else _Saved(tensor, version_of(tensor))
+    def _part(self, part: Any) -> Any:
+        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part that
+        # is no tensor, such as a DTensor's mesh.
+        leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
+        return self._pack(part) if leaves else part
 
     def _unpack(self, saved: _Saved) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
@@ -168,7 +169,8 @@ class Offloaded:
         if type(saved) is _Away and saved.place is not None:
             return self._brought_back(saved.memory, *saved.place)
         assert isinstance(saved, _Wrapped)
-        parts = {name: self._unpack(part) for name, part in saved.parts.items()}
+        kept = saved.parts.items()
+        parts = {name: self._unpack(part) if isinstance(part, _Saved) else part for name, part in kept}
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
     def _brought_back(
