@@ -106,7 +106,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 
 
-class Part(NamedTuple):
+class StoragePart(NamedTuple):
     """Bytes of a storage of the device, from ``begin`` to ``end``."""
 
     storage: torch.UntypedStorage
@@ -144,7 +144,7 @@ class HostCopies:
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
 
-    def out(self, sources: Sequence[Part]) -> OnHost:
+    def out(self, sources: Sequence[StoragePart]) -> OnHost:
         """Starts copies to the host. After them, the memory of the sources may be freed."""
         sizes = tuple([end - begin for _, begin, end in sources])
         unused = self._unused.get(sizes)

@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
@@ -25,6 +27,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.torch_compat.tensors import storage_id
 from tests.harness import assert_same, gradients_of
 from tests.offloading import Left, Offloading, leaving
+from tests.pool import Pool
 
 WIDTH = 8
 CPU = torch.device("cpu")
@@ -589,3 +592,30 @@ def test_evaluations_and_batches_of_other_sizes_leave_a_steps_bits_alone() -> No
             seen[-1] += gradients_of(forward_backward.named_parameters()).values()
     for got, wanted in zip(*seen, strict=True):
         assert_same(got, wanted, "with offload")
+
+
+def shards(offload: bool) -> list[Tensor]:
+    """Output and local gradients of layers whose parameters and activations are DTensors."""
+    fxpipe.init()
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.randn(WIDTH, WIDTH), mesh, [Shard(1)]).requires_grad_()
+    weight = nn.Parameter(weight.detach())
+    x = distribute_tensor(leaf().detach(), mesh, [Replicate()]).requires_grad_()
+    offloaded = new(weight)
+    with offloaded.saving() if offload else contextlib.nullcontext(), leaving() as left:
+        z = (x @ weight).exp().softmax(-1) * 2.0
+        z = z * z
+        if offload:
+            for move in (offloaded.leave, offloaded.release, offloaded.fetch, offloaded.arrive):
+                move()
+            assert left[0].tensors > 2
+            assert left[0].bytes < 5 * WIDTH * WIDTH * 4
+    z.sum().backward()
+    return [part.to_local() for part in (z.detach(), x.grad, weight.grad)]  # type: ignore[union-attr]
+
+
+def test_dtensors_leave_by_their_parts(pool: Pool) -> None:
+    for got, wanted in zip(*(pool.run(shards, offload, ranks=2) for offload in (True, False)), strict=True):
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other, "a local part")

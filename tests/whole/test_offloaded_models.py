@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
 from tests.device import DEVICE
 from tests.graphs import FAMILIES
-from tests.harness import Engines, Run, assert_same, assert_trains, replica_of, trained
+from tests.harness import Engines, Run, assert_same, assert_trains, compiled, replica_of, stepped, trained
 from tests.models import CASES, RANDOM, Case
 from tests.offloading import Offloading
 from tests.pool import Pool
@@ -108,3 +111,86 @@ def test_zero_and_replicas_change_no_bit(name: str, zero: int, axes: Any, family
 
 def test_recomputed_stages_and_offloaded_stages_of_one_table() -> None:
     assert_trains(CASES["chain"], schedule=Offloading("1f1b"), recompute=["layer1", "layer3"])
+
+
+# --- Hugging Face ---
+
+
+def hf_case(name: str) -> Any:
+    pytest.importorskip("transformers")
+    from tests.hf import MODELS
+
+    return MODELS[name]
+
+
+def checkpointed(build: Callable[[], nn.Module]) -> nn.Module:
+    model: Any = build()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def with_lora(build: Callable[[], nn.Module]) -> nn.Module:
+    """Frozen layers with adapters beside them."""
+    model = build()
+    for module in list(model.modules()):
+        for child, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear) and child in ("q_proj", "v_proj"):
+                setattr(module, child, Lora(layer))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+    return model
+
+
+class Lora(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter_in = nn.Linear(layer.in_features, 2, bias=False)
+        self.adapter_out = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter_out(self.adapter_in(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "family", "change"),
+    [
+        ("Llama", "1f1b", None),
+        ("Llama", "zb_h1", None),
+        ("Llama", "1f1b", checkpointed),
+        ("Llama", "zb_h1", with_lora),
+        ("GPT-2", "gpipe", None),
+        ("CLIP", "1f1b", None),
+        ("T5", "1f1b", checkpointed),
+        ("Mixtral", "1f1b", None),
+        ("LLaVA", "1f1b", None),
+    ],
+)
+def test_models_of_transformers_train_with_the_same_bits(name: str, family: str, change: Any) -> None:
+    case = hf_case(name)
+    if change is not None:
+        case = replace(case, build=partial(change, case.build))
+    options = {"boundaries": case.boundaries, "example_kwargs": case.batch(), "tracer": "record"}
+    assert_equal(
+        *(trained(case, case.batches(2), schedule=each, **options) for each in (Offloading(family), family)), name
+    )
+
+
+@pytest.mark.long
+def test_a_run_is_saved_and_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    """With an evaluation between, and batches of other sizes."""
+    case, runs = CASES["transformer layers"], []
+    for name, schedule in (("with", Offloading("1f1b")), ("without", "1f1b")):
+        run = None
+        for part in range(2):
+            forward_backward = compiled(case, schedule=schedule)
+            if part:
+                forward_backward.load(tmp_path / name)
+            batches = [case.batch(number, rows) for number, rows in enumerate((10, 7, 12))]
+            run = stepped(forward_backward, case, batches)
+            forward_backward.evaluate(**batches[0])
+            if not part:
+                forward_backward.save(tmp_path / name)
+        runs.append(run)
+    assert_equal(runs[0], runs[1], "the second half")

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import HostCopies, OnHost, Part
+from fxpipe.device import HostCopies, OnHost, StoragePart
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
@@ -66,10 +66,10 @@ class _Away(_SavedTensor):
 
 @dataclass(slots=True)
 class _Wrapped(_SavedTensor):
-    """A saved tensor of a subclass, by its parts."""
+    """A saved tensor of a subclass, by its parts: as they are saved, or a part itself that stays."""
 
     like: type
-    parts: dict[str, _SavedTensor]
+    parts: dict[str, Any]
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -147,16 +147,17 @@ class Offloaded:
             return _SavedTensor(tensor, version)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
-        if all(type(part) is _SavedTensor for part in parts.values()):
+        if not any(isinstance(part, _Away | _Wrapped) for part in parts.values()):
             return _SavedTensor(tensor, version)
         wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
         self._wrapped.append(wrapped)
         return wrapped
 
-    def _part(self, tensor: Tensor) -> _SavedTensor:
-        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays.
-        leaves = tensor.is_floating_point() or tensor.is_complex() or _is_wrapper(tensor)
-        return self._pack(tensor) if leaves else _SavedTensor(tensor, version_of(tensor))
+    def _part(self, part: Any) -> Any:
+        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part that
+        # is no tensor, such as a DTensor's mesh.
+        leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
+        return self._pack(part) if leaves else part
 
     def _unpack(self, saved: _SavedTensor) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
@@ -168,7 +169,8 @@ class Offloaded:
         if type(saved) is _Away and saved.place is not None:
             return self._brought_back(saved.memory, *saved.place)
         assert isinstance(saved, _Wrapped)
-        parts = {name: self._unpack(part) for name, part in saved.parts.items()}
+        kept = saved.parts.items()
+        parts = {name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in kept}
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
     def _brought_back(
@@ -194,7 +196,7 @@ class Offloaded:
             # What was written since it was saved stays, so that its version tells.
             if saved_version(away.tensor) != away.version:
                 away.memory.storage = None
-        parts, memories = list[Part](), dict[int, _Memory]()
+        parts, memories = list[StoragePart](), dict[int, _Memory]()
         for key, memory in self._memories.items():
             storage, end = memory.storage, memory.end
             # Of what its owner has freed, as FSDP2 frees whole parameters, nothing is there to copy.
@@ -202,7 +204,7 @@ class Offloaded:
                 memory.storage = None
                 continue
             memory.begin = memory.begin // _ALIGNED * _ALIGNED
-            parts.append(Part(storage, memory.begin, end))
+            parts.append(StoragePart(storage, memory.begin, end))
             memories[key] = memory
         self._memories, self._on_host = memories, self.copies.out(parts)
 
