@@ -113,8 +113,10 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class PlansSoFar:
-    """The plans made so far, and what they were made from. ``by_pattern`` is in the order in which the plans were made: the
-    first one decides which stages there are."""
+    """The plans made so far, and what they were made from.
+
+    ``by_pattern`` is in the order in which the plans were made: the first plan decides which stages there are.
+    """
 
     topology: Topology
     options: Options
