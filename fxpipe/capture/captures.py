@@ -46,7 +46,7 @@ from fxpipe.trace.cuts.cuts_by_name import resolve
 from fxpipe.trace.reads import LatestReads, Reads
 
 MOST = 64
-"""The most captures that are remembered, apart from those of the present batch."""
+"""The most captures that are remembered, apart from the present batch's captures."""
 FAMILIES = 256
 """The most kinds of micro-batch whose varying sizes are remembered."""
 LATER = "this kind of batch came after compile"
@@ -54,7 +54,7 @@ LATER = "this kind of batch came after compile"
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What is captured, and how: it stays the same for all captures."""
+    """The model and the way to capture it, which stay the same for all captures."""
 
     model: nn.Module
     own: Captured | None
@@ -189,7 +189,7 @@ class Captures:
         return replace(self, families={**self.families, key: family})
 
     def without(self, training: bool) -> Captures:
-        """The captures without those of a mode, training or evaluation."""
+        """The captures of the other mode, evaluation or training."""
         families = {key: family for key, family in self.families.items() if key[0].training != training}
         return replace(self, families=families, first=None if training else self.first)
 

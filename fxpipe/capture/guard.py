@@ -39,7 +39,7 @@ from fxpipe.trace.request import Place, named
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """The sizes for which a capture is valid: those of ``shape``, and all for which ``holds_for`` returns True."""
+    """The sizes for which a capture is valid: the sizes of ``shape``, and all for which ``holds_for`` returns True."""
 
     shape: Description
     """The micro-batch that was captured."""

@@ -9,8 +9,8 @@ simulated time, until every rank fits the memory:
    the mark that removes most excess bytes per second.
 2. Marks that later marks made needless are removed, or replaced by a faster mark.
 
-Where both options are "auto", three searches run, with recomputation alone, with offload alone, and with both, and the
-shortest table is kept: a search that takes one mark after another is not always better with more kinds of marks.
+Where both options are "auto", three searches run: with recomputation alone, with offload alone, and with both. The
+shortest table is kept, since a search that takes one mark after another may find a longer table with more kinds of marks.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class ForwardBackward:
         """The captures of the model. ``print`` shows for each its kind of batch, its guard, and why it was made.
 
         The list is a value of this moment: later captures are in the list that the next access returns. It has the
-        captures that fxpipe remembers, at most 64 besides those of the present batch. It is empty for the user's own
+        captures that fxpipe remembers, at most 64 besides the present batch's captures. It is empty for the user's own
         stages. All ranks of a pipe group have the same captures. Not a collective call.
 
         ``captures.entries`` has for each capture ``kind``, ``guard`` and ``why``, as text.

@@ -125,8 +125,8 @@ class Costs:
         whole = (self.activation_bytes or ())[action.stage]
         inputs = 0 if self.input_bytes is None else self.input_bytes[action.stage]
         left = whole if self.deferred_bytes is None else self.deferred_bytes[action.stage]
-        kept = 0 if self.kept_bytes is None else self.kept_bytes[action.stage]
-        return action.count * action.kind.change(Held(whole, inputs, left, kept, recomputed))
+        remains = 0 if self.kept_bytes is None else self.kept_bytes[action.stage]
+        return action.count * action.kind.change(Held(whole, inputs, left, remains, recomputed))
 
     def copied(self, action: Action) -> float:
         """Returns how long the copy of an action's micro-batches to the host takes, and the copy back."""

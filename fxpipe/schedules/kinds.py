@@ -58,13 +58,13 @@ class Times(Protocol):
 
 class Held(NamedTuple):
     """What a stage holds of a micro-batch, in bytes or in micro-batches: ``whole`` from its forward on, ``inputs`` from
-    a forward that an R follows to that R, ``left`` between I and W, ``kept`` between O and P. ``recomputed``: an R
+    a forward that an R follows to that R, ``left`` between I and W, ``remains`` between O and P. ``recomputed``: an R
     follows this forward."""
 
     whole: float
     inputs: float
     left: float
-    kept: float
+    remains: float
     recomputed: bool
 
 
@@ -197,7 +197,7 @@ KINDS: dict[str, Kind] = {
             is_optional=True,
             lane=Lane.OUT,
             times=lambda costs: costs.none,
-            change=lambda load: load.kept - load.whole,
+            change=lambda load: load.remains - load.whole,
         ),
         Kind(
             "P",
@@ -209,7 +209,7 @@ KINDS: dict[str, Kind] = {
             is_optional=True,
             lane=Lane.BACK,
             times=lambda costs: costs.none,
-            change=lambda load: load.whole - load.kept,
+            change=lambda load: load.whole - load.remains,
         ),
     )
 }

@@ -94,7 +94,7 @@ def _bits() -> dict[Kind, int]:
 
 
 def _check_complete(schedule: ActionTable, seen: Seen) -> None:
-    """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none; and that a
+    """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none. A
     micro-batch has O and P together, and not with an R."""
     bits = _bits()
     free = sum(bit for kind, bit in bits.items() if kind.is_optional and kind.part_of is not BACKWARD)

@@ -149,7 +149,7 @@ class _Walk:
         self._recomputed = plan.schedule.dependencies.recomputed
         self._forward = {_half(action): action for action in row if action.kind.messages is FORWARD}
         self._use = {_half(action): cell for cell, action in enumerate(row) if action.kind.messages is BACKWARD}
-        """Micro-batch → the place in the row of its backward, or of its I."""
+        """Micro-batch → the index in the row of its backward, or of its I."""
         self._may_leave = {half for half in self._use if half[0] in stages and half not in self._recomputed}
         # Dicts for their order: where two copies end at the same time, the micro-batch that came first leaves first.
         self._here: dict[Half, None] = {}
@@ -186,7 +186,7 @@ class _Walk:
 
     def _makes_room(self, more: float, cell: int, now: float, late: bool) -> bool:
         """Lets micro-batches leave until so many more bytes fit, and returns whether they do. Only those leave whose
-        backward comes after the place ``cell``, and, unless ``late``, whose copy is over by now."""
+        backward comes after the cell ``cell``, and, unless ``late``, whose copy is over by now."""
         while exceeds(self._bytes + more, self._room):
             over = {half: self._lane.end_of(self._copy(half)) for half in self._here if self._use[half] > cell}
             ready = [half for half, end in over.items() if end <= now * (1 + 1e-9)]
@@ -235,7 +235,7 @@ class _OutCopy:
 
 
 class _OutLane:
-    """The copies to the host that a walk decided on, in the order in which the lane runs them: that of their F's."""
+    """The copies to the host that a walk decided on, in the order of their F's, in which the lane runs them."""
 
     def __init__(self) -> None:
         self._copies: list[_OutCopy] = []
@@ -245,9 +245,9 @@ class _OutLane:
 
     def end_of(self, copy: _OutCopy) -> float:
         """Returns when one more copy would end; infinite if it would delay another copy beyond that copy's O."""
-        place = self._place(copy)
-        end = free = self._after(place, copy)
-        for cell in range(place, len(self._copies)):
+        index = self._index(copy)
+        end = free = self._after(index, copy)
+        for cell in range(index, len(self._copies)):
             if free <= self._copies[cell].ready:
                 break
             free += self._copies[cell].time
@@ -256,18 +256,18 @@ class _OutLane:
         return end
 
     def insert(self, copy: _OutCopy, wanted: float) -> None:
-        place = self._place(copy)
-        self._copies.insert(place, copy)
-        self._wanted.insert(place, wanted)
-        self._ends.insert(place, 0.0)
-        for cell in range(place, len(self._copies)):
+        index = self._index(copy)
+        self._copies.insert(index, copy)
+        self._wanted.insert(index, wanted)
+        self._ends.insert(index, 0.0)
+        for cell in range(index, len(self._copies)):
             self._ends[cell] = self._after(cell, self._copies[cell])
 
-    def _place(self, copy: _OutCopy) -> int:
+    def _index(self, copy: _OutCopy) -> int:
         return bisect(self._copies, copy.ready, key=lambda other: other.ready)
 
-    def _after(self, place: int, copy: _OutCopy) -> float:
-        return max(self._ends[place - 1] if place else 0.0, copy.ready) + copy.time
+    def _after(self, index: int, copy: _OutCopy) -> float:
+        return max(self._ends[index - 1] if index else 0.0, copy.ready) + copy.time
 
 
 def _half(action: Action) -> Half:
