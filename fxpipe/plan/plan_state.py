@@ -163,8 +163,8 @@ class PlanState(Planned):
             return self.with_captures(wrong={**self.captures.wrong, **capturing.wrong})
 
     def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[PlanState, Plan]:
-        pattern = capturing.pattern
-        for shape in pattern.shapes if self.captures.source.own is None else ():
+        pattern, is_traced = capturing.pattern, self.captures.source.own is None
+        for shape in pattern.shapes if is_traced else ():
             check_objects(shape)
         # 1. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.plans.get(pattern) or self.plans.get(pattern.for_any_shape())) is not None:
@@ -176,7 +176,7 @@ class PlanState(Planned):
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
         plans = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.plans.items())
-        plan = next((plan for plan, facts in plans if used and facts == alike), None)
+        plan = next((plan for plan, facts in plans if is_traced and facts == alike), None)
         # 3. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = state._placed(captured, pattern.inputs)
