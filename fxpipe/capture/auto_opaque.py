@@ -62,7 +62,7 @@ def capture_in_part(
         tries_compiled: whether to try with compiled submodules opaque first.
 
     Raises:
-        TraceError: no attempt succeeded. The text is that of the first attempt, with the later attempts added.
+        TraceError: no attempt succeeded. The text has the first attempt's error, and then the later attempts.
         PartitionError: the program cannot be cut into stages.
         Unanswered: forward asks a question about its inputs that has no answer yet.
     """

@@ -22,7 +22,7 @@ class CaptureEntry(NamedTuple):
     guard: str
     """The micro-batches of this kind for which the capture is valid."""
     why: str
-    """Why the model was captured: how the micro-batch differed from the most similar earlier capture's."""
+    """Why the model was captured: how the micro-batch differed from the most similar earlier capture."""
 
     def __str__(self) -> str:
         return f"{self.kind}\n  valid for: {self.guard}\n  captured because {self.why}"

@@ -5,9 +5,9 @@ capture that is valid for a micro-batch, or why there is none.
 
 A lookup (``holding``) has three steps:
 
-1. the key of the micro-batch's kind (``kind_of``): its inputs, flags and modes, with and without their outline;
-2. the ``Family`` of that key, which has the captures of the kind;
-3. the first capture of the family whose guard holds.
+1. ``kind_of`` makes the key of the micro-batch's kind, from its inputs, flags and modes.
+2. ``families`` has the captures of this kind.
+3. The first capture whose guard holds is the result.
 
 It makes no captures: ``Capturing`` does, and returns new ``Captures``. A rank that fails to make a capture keeps the
 old value, so nothing is undone.
@@ -48,13 +48,13 @@ from fxpipe.trace.reads import LatestReads, Reads
 MOST = 64
 """The most captures that are remembered, apart from the present batch's captures."""
 FAMILIES = 256
-"""The most kinds of micro-batch whose varying sizes are remembered."""
+"""The most kinds of micro-batch without a capture whose varying sizes are remembered."""
 LATER = "this kind of batch came after compile"
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The model and the way to capture it, which stay the same for all captures."""
+    """The model and the options of its captures. All captures have the same source."""
 
     model: nn.Module
     own: Captured | None
@@ -189,7 +189,7 @@ class Captures:
         return replace(self, families={**self.families, key: family})
 
     def without(self, training: bool) -> Captures:
-        """The captures of the other mode, evaluation or training."""
+        """The captures of the other mode. ``training``: whether the captures for training are dropped."""
         families = {key: family for key, family in self.families.items() if key[0].training != training}
         return replace(self, families=families, first=None if training else self.first)
 
@@ -201,8 +201,10 @@ class Captures:
         """The captures with these guards, with all dimensions seen to vary; without objects, which each call brings."""
         families = {
             key: replace(family, captured=tuple(each for each in family.captured if each.guard in used))
-            for key, family in list(self.families.items())[-FAMILIES:]
+            for key, family in self.families.items()
         }
+        latest = {*list(families)[-FAMILIES:]}
+        families = {key: family for key, family in families.items() if family.captured or key in latest}
         questions = self.questions.only([guard.answers for guard in used])
         return replace(self, families=families, questions=questions, objects={})
 
@@ -236,4 +238,4 @@ def _own(graph: StageGraph) -> Captured:
             if all(value is not other.value for other in generators.values()):
                 generators[f"{stage.name} {name}"] = OwnGenerator(value, stage.index)
     guard = Guard(Pattern((), False, Flags(b"", b"")))
-    return Captured(replace(graph.with_backward(), generators=generators), guard, f"{graph}")
+    return Captured(replace(graph, generators=generators), guard, f"{graph}")

@@ -87,8 +87,8 @@ class Capturing:
             Unanswered: forward asks a new question about its inputs.
         """
         training, count, any_words = self.pattern.training, self.pattern.microbatches, captures.any_words
-        if captures.source.own is not None:
-            return captures, [captures.source.own] * count
+        if (own := captures.source.own) is not None:  # a parameter may be frozen since the last plan
+            return captures, [replace(own, graph=own.graph.with_backward(), text=f"{own.graph}")] * count
         run = replace(self, pattern=self.pattern.for_any_words()) if any_words else self
         alone, found = run.pattern.each(), list[Captured]()
         # Twice: a later micro-batch's capture with symbolic sizes may also be valid for the earlier micro-batches.

@@ -4,10 +4,10 @@ Takes the pattern of a micro-batch. Gives whether a capture is valid for it, and
 
 A guard compares, in this order:
 
-1. values: the inputs that are given, their fixed values and types, the flags of the model, and the modes of the call;
-2. reads: the values of the attributes that forward reads;
-3. answers: the outcomes of the questions that forward asks about its inputs;
-4. sizes: the sizes and strides of the inputs.
+1. Values: the inputs that are given, their fixed values and types, the flags of the model, and the modes of the call.
+2. Reads: the values of the attributes that forward reads.
+3. Answers: the outcomes of the questions that forward asks about its inputs.
+4. Sizes: the sizes and strides of the inputs.
 
 A guard runs no model and reads no number of a tensor. Only ``Captures`` remembers captures, and drops them.
 """
@@ -100,8 +100,8 @@ class Guard:
         Args:
             batch: the pattern of the micro-batch.
             model: the captured model, for the names of its modules and parameters.
-            reads: the attributes that forward reads, in their present state.
-            questions: the questions that forward asks, for their lines.
+            reads: the attributes that forward reads, in their present state. Their names are in the text.
+            questions: the questions that forward asks. Their lines are in the text.
         """
         if self.holds(batch):
             return []

@@ -4,7 +4,7 @@ Takes a request with opaque regions. Gives the calls of these regions: what each
 
 1. At compile the model runs once in the mode of the request (``observed_in_run``).
 2. For training it also runs once in evaluation, since a rank later holds only its part of the model.
-3. After compile the calls are guessed: the calls of the most similar micro-batch, with this micro-batch's sizes.
+3. After compile the calls are guessed, from the most similar micro-batch and this micro-batch's sizes.
 
 It does not check the guess: each step compares what a region returns with it.
 """
@@ -49,7 +49,7 @@ class RegionFacts:
     def with_capture(
         self, program: Program, request: Request, added: Mapping[str, str], observed: list[Observed]
     ) -> RegionFacts:
-        """The facts with a capture's facts.
+        """The facts, with the facts of one more capture.
 
         Args:
             program: the captured program.

@@ -7,8 +7,8 @@ Takes the captures of a step's micro-batches. Gives their stage graphs with the 
 3. ``joint``: the union of the micro-batches' stages and values, for which the table is made.
 4. ``captured_for``: a stage that runs once for several micro-batches is captured for their total number of rows.
 
-In step 4 a tracer that needs shapes captures the model a second time, for the rows of a group, and the stages after the
-gather come from this capture: an ``arange(n)`` in them counts the group's rows.
+In step 4 a tracer that needs shapes captures the model a second time, for the rows of a group. The stages after the
+gather are from this capture, so that an ``arange(n)`` in them counts the group's rows.
 
 It changes no graph's code, and chooses no ranks.
 """

@@ -66,7 +66,7 @@ class Program:
     effects: Mapping[str, Effects] = field(default_factory=dict)
     """The effects of calls of opaque modules, by node name."""
     holds_for: SizeGuard | None = None
-    """The sizes of input leaves for which the program holds, if some are symbolic; None: the sizes of its capture."""
+    """The sizes of input leaves for which the program holds, if some are symbolic; None: the captured sizes."""
     holds_for_any_size: bool = False
     """Whether the program holds for inputs of any sizes; it then needs no ``holds_for``."""
     fixed_sizes: str = ""

@@ -10,7 +10,7 @@ simulated time, until every rank fits the memory:
 2. Marks that later marks made needless are removed, or replaced by a faster mark.
 
 Where both options are "auto", three searches run: with recomputation alone, with offload alone, and with both. The
-shortest table is kept, since a search that takes one mark after another may find a longer table with more kinds of marks.
+shortest table is kept, since a search that takes one mark after another may do worse with more kinds of marks.
 """
 
 from __future__ import annotations

@@ -194,8 +194,8 @@ class Plans(PlansSoFar):
     def _plan(self, capturing: Capturing, at_compile: bool = False) -> tuple[Plans, Plan]:
         """``plan`` for the pattern of ``capturing``. ``at_compile``: a stage may then use tensors that no stage of the
         first plan has."""
-        pattern = capturing.pattern
-        for shape in pattern.shapes if self.captures.source.own is None else ():
+        pattern, is_traced = capturing.pattern, self.captures.source.own is None
+        for shape in pattern.shapes if is_traced else ():
             check_objects(shape)
         # 1. and 2. A plan whose capture is valid for all shapes is stored under the pattern without shapes.
         if (same := self.by_pattern.get(pattern) or self.by_pattern.get(pattern.for_any_shape())) is not None:
@@ -207,7 +207,7 @@ class Plans(PlansSoFar):
         used = tuple(itertools.chain.from_iterable(each.guards for each in captured))
         alike = (key.training, key.microbatches, used)
         known = ((plan, (other.training, other.microbatches, plan.captures)) for other, plan in self.by_pattern.items())
-        plan = next((plan for plan, facts in known if used and facts == alike), None)
+        plan = next((plan for plan, facts in known if is_traced and facts == alike), None)
         # 4. to 6. A new plan places the stages on ranks, and chooses the table that the ranks run.
         if plan is None:
             graphs = plans._placed(captured, pattern.inputs)

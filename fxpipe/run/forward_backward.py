@@ -107,9 +107,9 @@ class ForwardBackward:
     def captures(self) -> CaptureList:
         """The captures of the model. ``print`` shows for each its kind of batch, its guard, and why it was made.
 
-        The list is a value of this moment: later captures are in the list that the next access returns. It has the
-        captures that fxpipe remembers, at most 64 besides the present batch's captures. It is empty for the user's own
-        stages. All ranks of a pipe group have the same captures. Not a collective call.
+        The list does not change: each access makes a new list. It has the captures that fxpipe remembers, which are 64
+        and the captures of the present batch. It is empty for the user's own stages. All ranks of a pipe group have the
+        same captures. Not a collective call.
 
         ``captures.entries`` has for each capture ``kind``, ``guard`` and ``why``, as text.
         """

@@ -296,7 +296,8 @@ class Gradients(ABC):
 
     @torch.no_grad()
     def _sum_used(self, over: Mapping[str, Iterable[str]], factor: Tensor | None) -> None:
-        """Sums this call's gradients in ``.grad`` over owners, and the gradients in ``over``, scope → names, over batch axes.
+        """Sums this call's gradients in ``.grad`` over owners, and the gradients in ``over``, scope → names, over batch
+        axes.
 
         Waits for the answer to ``ask``. Parameters that any rank has used have a gradient on all ranks afterwards.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from fxpipe.capture.captures import Captures
+from fxpipe.capture.captures import FAMILIES, Captures
+from fxpipe.capture.guard import Family
 from tests.models import WIDTH, linear
 
 
@@ -120,6 +122,31 @@ def test_a_symbolic_capture_is_valid_for_any_sizes_and_users_stages_have_none() 
     graph = fxpipe.StageGraph.from_callables(stages, edges=[("first", "second")], inputs={"first": ["x"]})
     own = fxpipe.compile(graph, fxpipe.Topology([("pipe", 2)]))
     assert str(own.captures) == "no captures: the stages are the user's own"
+
+
+def test_a_capture_in_use_is_kept_however_many_kinds_came_since() -> None:
+    _, run = compiled()
+    captures: Captures = run._planning.captures
+    (key,), guards = captures.families, captures.guards
+    later = {(key[0], number): Family() for number in range(FAMILIES + 10)}
+    kept = replace(captures, families={**captures.families, **later}).only(guards)
+    assert (kept.guards, len(kept.families)) == (guards, FAMILIES + 1)
+
+
+def test_users_stages_follow_a_parameter_that_is_frozen_later() -> None:
+    stages = {"first": linear(), "second": nn.Sequential(linear(), Mean())}
+    graph = fxpipe.StageGraph.from_callables(stages, edges=[("first", "second")], inputs={"first": ["x"]})
+    run = fxpipe.compile(graph, fxpipe.Topology([("pipe", 2)]), microbatches=2)
+    x = batch(8)[0]
+    for trainable in (True, False, True):
+        for parameter in stages["first"].parameters():
+            parameter.requires_grad_(trainable)
+        run.zero_grad()
+        run(x)
+        assert {name for name, each in run.named_parameters() if each.grad is not None} == {
+            name for name, each in run.named_parameters() if trainable or name.startswith("second")
+        }
+    assert [plan.graph["first"].has_backward for plan in run._planning.plans.values()] == [True, False]
 
 
 class Mean(nn.Module):

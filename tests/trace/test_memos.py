@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
-from tests.harness import assert_same, gradients_of
+from tests.harness import assert_same, gradients_of, strict
 from tests.models import WIDTH, linear
 
 
@@ -119,7 +119,7 @@ class Counter(Classifier):
     """A memo that the second call changes."""
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        self.config.kind = "once" if self.config.kind is None else "twice"  # type: ignore[misc]
+        self.config.kind = "once" if self.config.kind is None else "twice"
         return F.cross_entropy(self.second(fxpipe.stage_boundary(self.first(x))), labels)
 
 
@@ -157,3 +157,20 @@ def test_an_attribute_that_a_later_batch_changes_is_refused_then() -> None:
     run(*batch())
     with pytest.raises(fxpipe.TraceError, match=r"forward changes OfASize\.config, which would happen once"):
         run(*(value[:6] for value in batch()))
+
+
+def on_rank(state: dict[str, Tensor]) -> tuple[list[Tensor], str | None]:
+    model = Classifier()
+    model.load_state_dict(state)
+    run = compiled(model, "auto")
+    return [run(*batch(seed, several)) for seed, several in ((0, False), (1, True))], model.config.kind
+
+
+def test_each_rank_sets_the_memo_in_its_own_model() -> None:
+    plain = Classifier()
+    ranks = strict(1)(2, on_rank, plain.state_dict())
+    wanted = [plain_step(plain, batch(seed, several))[0] for seed, several in ((0, False), (1, True))]
+    for losses, kind in ranks:
+        assert kind == "single"
+        for loss, right in zip(losses, wanted, strict=True):
+            assert_same(loss, right, "loss")
