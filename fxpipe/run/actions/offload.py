@@ -58,10 +58,10 @@ class _Saved:
 
 @dataclass(slots=True)
 class _Away(_Saved):
-    """A saved tensor whose memory leaves. ``place``: its type, size, strides and offset in the storage, from O on."""
+    """A saved tensor whose memory leaves. ``layout``: its type, size, strides and offset in the storage, from O on."""
 
     memory: _Memory
-    place: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+    layout: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
 
 
 @dataclass(slots=True)
@@ -154,8 +154,8 @@ class Offloaded:
         return wrapped
 
     def _part(self, part: Any) -> Any:
-        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part that
-        # is no tensor, such as a DTensor's mesh.
+        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part
+        # that is no tensor, such as a DTensor's mesh.
         leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
         return self._pack(part) if leaves else part
 
@@ -166,11 +166,10 @@ class Offloaded:
             if version_of(tensor) != saved.version:
                 raise _written(tensor.size(), version_of(tensor), saved.version)
             return tensor
-        if type(saved) is _Away and saved.place is not None:
-            return self._brought_back(saved.memory, *saved.place)
+        if type(saved) is _Away and saved.layout is not None:
+            return self._brought_back(saved.memory, *saved.layout)
         assert isinstance(saved, _Wrapped)
-        kept = saved.parts.items()
-        parts = {name: self._unpack(part) if isinstance(part, _Saved) else part for name, part in kept}
+        parts = {name: self._unpack(part) if isinstance(part, _Saved) else part for name, part in saved.parts.items()}
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
     def _brought_back(
@@ -216,7 +215,7 @@ class Offloaded:
             tensor = away.tensor
             # Of what was written meanwhile, the host may have some of the new numbers.
             if tensor is not None and away.memory.storage is not None and saved_version(tensor) == away.version:
-                away.place = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                away.layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
                 away.tensor = None
         for wrapped in self._wrapped:
             if wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
