@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def tried(name: str, device: torch.device, small: bool, rounds: int) -> dict[str
             if number > 1:
                 seconds[what].append(time.perf_counter() - start)
     offloaded = fxpipe.compile(model, topology, schedule=Offloading("1f1b"), **options)
-    memory = [most_of(lambda: step(**inputs, **given), device) for step in (ours, offloaded)]
+    memory = [most_of(partial(step, **inputs, **given), device) for step in (ours, offloaded)]
     return {"model": name, "seconds": seconds, "waits": waits_of(steps["fxpipe"], device), "memory": memory}
 
 

@@ -21,22 +21,22 @@ from fxpipe.errors import RunError
 from fxpipe.torch_compat import HOOK_TABLES, pytree
 
 
-class _Entry(NamedTuple):
+class _CallInput(NamedTuple):
     leaf: Tensor
     value: Tensor
 
 
-def _enter(value: Tensor) -> _Entry:
+def _enter(value: Tensor) -> _CallInput:
     leaf = value.detach().requires_grad_()
-    return _Entry(leaf, leaf)
+    return _CallInput(leaf, leaf)
 
 
-def _enter_without_memory(value: Tensor) -> _Entry:
+def _enter_without_memory(value: Tensor) -> _CallInput:
     """As ``_enter``, but the leaf, which lives until I, does not keep the value's memory."""
     leaf = value.detach().requires_grad_()
     entered = leaf.view_as(leaf)
     leaf.data = leaf.new_empty(0)
-    return _Entry(leaf, entered)
+    return _CallInput(leaf, entered)
 
 
 _inputs_leave: ContextVar[bool] = ContextVar("inputs_leave", default=False)

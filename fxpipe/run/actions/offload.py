@@ -10,7 +10,7 @@ the batch, which the caller holds; tensors of less than ``HostCopies.least`` byt
 tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested tensor, leaves
 by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor tensors in attributes of a ``ctx``.
 
-Autograd does not check versions where hooks pack tensors, so ``_Saved`` does. A tensor that is written before O is an
+Autograd does not check versions where hooks pack tensors, so ``_SavedTensor`` does. A tensor that is written before O is an
 error in B, as without offload. A write after O is none: the host has the values that autograd saved.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import HostCopies, OnHost, Part
+from fxpipe.device import HostCopies, OnHost, DeviceBytes
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat import base_of, id_of_storage, saved_version, storage_id, version_of
@@ -48,7 +48,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd has saved, and its version then. ``tensor``: without its node, with which it would be a
     cycle; None from O on, if its memory has left."""
 
@@ -57,7 +57,7 @@ class _Saved:
 
 
 @dataclass(slots=True)
-class _Away(_Saved):
+class _Away(_SavedTensor):
     """A saved tensor whose memory leaves. ``layout``: its type, size, strides and offset in the storage, from O on."""
 
     memory: _Memory
@@ -65,7 +65,7 @@ class _Away(_Saved):
 
 
 @dataclass(slots=True)
-class _Wrapped(_Saved):
+class _Wrapped(_SavedTensor):
     """A saved tensor of a subclass, by its parts: as they are saved, or a part itself that stays."""
 
     like: type
@@ -111,23 +111,23 @@ class Offloaded:
                 "that note what autograd saves; leave the stage out of offload="
             ) from error
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
         apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
         base = base_of(tensor)
         if base is not None and isinstance(base, nn.Parameter):  # FSDP2's whole parameters are in no list
-            return _Saved(apart, version_of(apart))
+            return _SavedTensor(apart, version_of(apart))
         return self._plain(apart) if type(apart) is Tensor else self._by_parts(apart)
 
-    def _plain(self, tensor: Tensor) -> _Saved:
+    def _plain(self, tensor: Tensor) -> _SavedTensor:
         """Notes the memory of a tensor, if it may leave."""
         version = saved_version(tensor)
         if tensor.layout is not torch.strided or tensor.device != self.copies.device or tensor.is_quantized:
-            return _Saved(tensor, version)
+            return _SavedTensor(tensor, version)
         storage = tensor.untyped_storage()
         key = id_of_storage(storage)
         if key in self.stays:
-            return _Saved(tensor, version)
-        begin = tensor.storage_offset() * tensor.element_size()
+            return _SavedTensor(tensor, version)
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + (tensor.nbytes if tensor.is_contiguous() else _span(tensor))
         memory = self._memories.get(key)
         if memory is None:
@@ -140,15 +140,15 @@ class Offloaded:
         self._away.append(away)
         return away
 
-    def _by_parts(self, tensor: Tensor) -> _Saved:
+    def _by_parts(self, tensor: Tensor) -> _SavedTensor:
         """Notes the parts of a tensor of a subclass."""
         version = version_of(tensor)
         if not _is_wrapper(tensor):
-            return _Saved(tensor, version)
+            return _SavedTensor(tensor, version)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
         if not any(isinstance(part, _Away | _Wrapped) for part in parts.values()):
-            return _Saved(tensor, version)
+            return _SavedTensor(tensor, version)
         wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
         self._wrapped.append(wrapped)
         return wrapped
@@ -159,7 +159,7 @@ class Offloaded:
         leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
         return self._pack(part) if leaves else part
 
-    def _unpack(self, saved: _Saved) -> Tensor:
+    def _unpack(self, saved: _SavedTensor) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
         tensor = saved.tensor
         if tensor is not None:
@@ -169,7 +169,9 @@ class Offloaded:
         if type(saved) is _Away and saved.layout is not None:
             return self._brought_back(saved.memory, *saved.layout)
         assert isinstance(saved, _Wrapped)
-        parts = {name: self._unpack(part) if isinstance(part, _Saved) else part for name, part in saved.parts.items()}
+        parts = {
+            name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in saved.parts.items()
+        }
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
     def _brought_back(
@@ -193,9 +195,9 @@ class Offloaded:
         """After F: starts the copies to the host."""
         for away in self._away:
             # What was written since it was saved stays, so that its version tells.
-            if saved_version(away.tensor) != away.version:
+            if away.tensor is not None and saved_version(away.tensor) != away.version:
                 away.memory.storage = None
-        parts, memories = list[Part](), dict[int, _Memory]()
+        parts, memories = list[DeviceBytes](), dict[int, _Memory]()
         for key, memory in self._memories.items():
             storage, end = memory.storage, memory.end
             # Of what its owner has freed, as FSDP2 frees whole parameters, nothing is there to copy.
@@ -203,7 +205,7 @@ class Offloaded:
                 memory.storage = None
                 continue
             memory.begin = memory.begin // _ALIGNED * _ALIGNED
-            parts.append(Part(storage, memory.begin, end))
+            parts.append(DeviceBytes(storage, memory.begin, end))
             memories[key] = memory
         self._memories, self._on_host = memories, self.copies.out(parts)
 
@@ -215,7 +217,7 @@ class Offloaded:
             tensor = away.tensor
             # Of what was written meanwhile, the host may have some of the new numbers.
             if tensor is not None and away.memory.storage is not None and saved_version(tensor) == away.version:
-                away.layout = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                away.layout = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 away.tensor = None
         for wrapped in self._wrapped:
             if wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
