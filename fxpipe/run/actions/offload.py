@@ -10,8 +10,8 @@ the batch, which the caller holds; tensors of less than ``HostCopies.least`` byt
 tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested tensor, leaves
 by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor tensors in attributes of a ``ctx``.
 
-Autograd does not check versions where hooks pack tensors, so ``_SavedTensor`` does. A tensor that is written before O is an
-error in B, as without offload. A write after O is none: the host has the values that autograd saved.
+Autograd does not check versions where hooks pack tensors, so this file does. If a saved tensor is written before O, its
+B fails, as without offload. A later write is no error: the host has the values that autograd saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import HostCopies, OnHost, DeviceBytes
+from fxpipe.device import DeviceBytes, HostCopies, OnHost
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat import base_of, id_of_storage, saved_version, storage_id, version_of
