@@ -114,7 +114,8 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
         base = base_of(tensor)
-        if base is not None and isinstance(base, nn.Parameter):  # FSDP2's whole parameters are in no list
+        # FSDP2's whole parameters are in no list. (To ask for the class of each base would take long.)
+        if base is not None and base.is_leaf and isinstance(base, nn.Parameter):
             return _SavedTensor(apart, version_of(apart))
         return self._plain(apart) if type(apart) is Tensor else self._by_parts(apart)
 
