@@ -106,7 +106,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 
 
-class StoragePart(NamedTuple):
+class DeviceBytes(NamedTuple):
     """Bytes of a storage of the device, from ``begin`` to ``end``."""
 
     storage: torch.UntypedStorage
@@ -144,7 +144,7 @@ class HostCopies:
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
 
-    def out(self, sources: Sequence[StoragePart]) -> OnHost:
+    def out(self, sources: Sequence[DeviceBytes]) -> OnHost:
         """Starts copies to the host. After them, the memory of the sources may be freed."""
         sizes = tuple([end - begin for _, begin, end in sources])
         unused = self._unused.get(sizes)
@@ -165,7 +165,7 @@ class HostCopies:
         there = [new(size) for size in on_host.sizes]
         with self._beside(on_host, to_host=False):
             for tensor, pieces in zip(there, on_host.pieces, strict=True):
-                parts = [tensor] if len(pieces) == 1 else tensor.split([piece.numel() for piece in pieces])
+                parts = (tensor,) if len(pieces) == 1 else torch.split(tensor, [piece.nbytes for piece in pieces])
                 for part, piece in zip(parts, pieces, strict=True):
                     part.copy_(piece, non_blocking=True)
         return there

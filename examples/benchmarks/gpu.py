@@ -7,14 +7,17 @@ One process plays both ranks. The two take turns, a step each, timed from an idl
 quartiles, and the median of the rounds' ratios. Losses of the two are held against each other before. A step after that
 runs under ``torch.cuda.set_sync_debug_mode("error")``, which raises where the host waits for the device. On a CPU there
 is nothing to wait for, and what a step takes beside its kernels is hidden by none: neither goal of this script, a ratio
-of 1.03 and no synchronisation, is shown there. The script needs transformers.
+of 1.03 and no synchronisation, is shown there. The last column is the most memory of a step, and with offload of all
+activations. The script needs transformers.
 """
 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, GPT2Config
 
 import fxpipe
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.offloading import Offloading
 
 MICROBATCHES = 8
 Made = tuple[nn.Module, dict[str, Tensor], dict[str, Any], Any]
@@ -83,10 +90,9 @@ def tried(name: str, device: torch.device, small: bool, rounds: int) -> dict[str
     inputs = {
         key: value.to(device, torch.bfloat16 if value.is_floating_point() else None) for key, value in inputs.items()
     }
+    options = {"boundaries": cuts, "microbatches": MICROBATCHES, "example_kwargs": {**inputs, **given}}
     topology = fxpipe.Topology([("pipe", 2)])
-    ours = fxpipe.compile(
-        model, topology, boundaries=cuts, microbatches=MICROBATCHES, example_kwargs={**inputs, **given}
-    )
+    ours = fxpipe.compile(model, topology, **options)
     steps = {"fxpipe": lambda: ours(**inputs, **given), "loop": lambda: plain_loop(model, inputs, given)}
     losses = {what: step().float().item() for what, step in steps.items()}
     if abs(losses["fxpipe"] - losses["loop"]) > 0.01 * abs(losses["loop"]):
@@ -100,7 +106,19 @@ def tried(name: str, device: torch.device, small: bool, rounds: int) -> dict[str
             waited(device)
             if number > 1:
                 seconds[what].append(time.perf_counter() - start)
-    return {"model": name, "seconds": seconds, "waits": waits_of(steps["fxpipe"], device)}
+    offloaded = fxpipe.compile(model, topology, schedule=Offloading("1f1b"), **options)
+    memory = [most_of(partial(step, **inputs, **given), device) for step in (ours, offloaded)]
+    return {"model": name, "seconds": seconds, "waits": waits_of(steps["fxpipe"], device), "memory": memory}
+
+
+def most_of(step: Callable[[], object], device: torch.device) -> str:
+    """The most memory of the GPU in a second step, in MiB."""
+    step()
+    if device.type != "cuda":
+        return "?"
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f}"
 
 
 def waits_of(step: Callable[[], object], device: torch.device) -> str:
@@ -133,8 +151,9 @@ def main() -> None:
         ours, loop = one["seconds"]["fxpipe"], one["seconds"]["loop"]
         ratios = [a / b for a, b in zip(ours, loop, strict=True)]
         cells = [f"{1e3 * m:.1f} ({1e3 * low:.1f}-{1e3 * high:.1f})" for low, m, high in map(_of, (ours, loop))]
-        grid.append([one["model"], *cells, f"{statistics.median(ratios):.3f}", one["waits"]])
+        grid.append([one["model"], *cells, f"{statistics.median(ratios):.3f}", one["waits"], " → ".join(one["memory"])])
     head = ["", "fxpipe, ms (quartiles)", "loop, ms (quartiles)", "÷ loop, by rounds", "synchronisations in a step"]
+    head.append("MiB → with offload")
     print(f"{device}{', small models' if arguments.small else ''}, {MICROBATCHES} micro-batches, bfloat16")
     print(tabulate(grid, headers=head, disable_numparse=True))
     if device.type != "cuda":

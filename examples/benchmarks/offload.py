@@ -27,6 +27,8 @@ from turns import in_turns, table
 
 import fxpipe
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 MICROBATCHES = 8
 WARM_UP = 3
 
@@ -54,27 +56,27 @@ def processor_times(steps: list[fxpipe.ForwardBackward], inputs: dict[str, Tenso
     """The seconds of each step in each round. The steps take turns."""
     times: list[list[float]] = [[] for _ in steps]
     for number in range(WARM_UP + rounds):
-        for place in range(len(steps))[:: 1 if number % 2 else -1]:
+        for step, of_step in list(zip(steps, times, strict=True))[:: 1 if number % 2 else -1]:
             start = time.process_time()
-            steps[place](**inputs)
-            times[place].append(time.process_time() - start)
+            step(**inputs)
+            of_step.append(time.process_time() - start)
     return [each[WARM_UP:] for each in times]
 
 
 def saved(step: fxpipe.ForwardBackward, inputs: dict[str, Tensor]) -> tuple[int, int]:
     """The tensors that autograd saves in a step, without parameters, and the bytes of their storages."""
-    kept: list[Tensor] = []  # so that no storage takes the address of another
+    noted: list[Tensor] = []  # so that no storage takes the address of another
     parameters = {parameter.untyped_storage().data_ptr() for parameter in step.module.parameters()}
 
     def note(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in parameters:
-            kept.append(tensor.detach())
+            noted.append(tensor.detach())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         step(**inputs)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    return len(kept), sum(storages.values())
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in noted}
+    return len(noted), sum(storages.values())
 
 
 def most_bytes(step: fxpipe.ForwardBackward, inputs: dict[str, Tensor]) -> int:
@@ -86,8 +88,7 @@ def most_bytes(step: fxpipe.ForwardBackward, inputs: dict[str, Tensor]) -> int:
 
 
 def compare(rounds: int) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from tests.offloading import Offloading, leaving
+    from tests.offloading import Offloading, leaving  # which earlier checkouts lack
 
     inputs = batch(8, "cpu")
     steps = [compiled(schedule, 16, inputs) for schedule in ("gpipe", Offloading("gpipe"))]
@@ -103,10 +104,8 @@ def compare(rounds: int) -> None:
     print(f"an offloaded one   {1e6 * cost:.1f} µs")
     if torch.cuda.is_available():
         inputs = batch(2048, "cuda")
-        rows = [
-            (name, most_bytes(compiled(one, 1024, inputs), inputs))
-            for name, one in (("without", "gpipe"), ("with offload", Offloading("gpipe")))
-        ]
+        schedules = {"without": "gpipe", "with offload": Offloading("gpipe")}
+        rows = [(name, most_bytes(compiled(each, 1024, inputs), inputs)) for name, each in schedules.items()]
         print(tabulate(rows, headers=["", "most bytes of the GPU"]))
 
 

@@ -22,22 +22,22 @@ from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import HOOK_TABLES
 
 
-class _LeafInput(NamedTuple):
+class _CallInput(NamedTuple):
     leaf: Tensor
     value: Tensor
 
 
-def _enter(value: Tensor) -> _LeafInput:
+def _enter(value: Tensor) -> _CallInput:
     leaf = value.detach().requires_grad_()
-    return _LeafInput(leaf, leaf)
+    return _CallInput(leaf, leaf)
 
 
-def _enter_without_memory(value: Tensor) -> _LeafInput:
+def _enter_without_memory(value: Tensor) -> _CallInput:
     """As ``_enter``, but the leaf, which lives until I, does not keep the value's memory."""
     leaf = value.detach().requires_grad_()
     entered = leaf.view_as(leaf)
     leaf.data = leaf.new_empty(0)
-    return _LeafInput(leaf, entered)
+    return _CallInput(leaf, entered)
 
 
 _inputs_leave: ContextVar[bool] = ContextVar("inputs_leave", default=False)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Schedule
-from fxpipe.device import HostCopies
+from fxpipe.device import HostCopies, OnHost
 from fxpipe.run.actions.actions import BoundAction
 from fxpipe.run.actions.offload import Offloaded
 from fxpipe.schedules.action import Action
@@ -186,18 +186,18 @@ def test_the_device_notices_an_ordering_that_is_missing(ordering: str, gpus: Gpu
 def a_step_that_fails() -> list[float]:
     """Losses of a step, of a step that fails while copies are under way, and of the step again."""
     forward_backward, batch = on_one_rank("0F0 0O0 1F0 0F1 0O1 1F1 1B0 0P0 0P1 0B0 1B1 0B1")
-    losses = [float(forward_backward(batch))]
+    losses, beside = [float(forward_backward(batch))], HostCopies._beside
     for number in (1, 3):
-        calls, copied = [number], HostCopies._copied
+        copies = iter(range(number))
 
-        def fails(self: HostCopies, *args: Any, calls: list[int] = calls, copied: Any = copied, **options: Any) -> Any:
-            event = copied(self, *args, **options)
-            calls[0] -= 1
-            if calls[0] < 0:
+        @contextlib.contextmanager
+        def fails(self: HostCopies, on_host: OnHost, to_host: bool, copies: Any = copies) -> Any:
+            with beside(self, on_host, to_host):
+                yield
+            if next(copies, None) is None:
                 raise ZeroDivisionError
-            return event
 
-        with mock.patch.object(HostCopies, "_copied", fails), contextlib.suppress(ZeroDivisionError):
+        with mock.patch.object(HostCopies, "_beside", fails), contextlib.suppress(ZeroDivisionError):
             forward_backward(batch)
         losses.append(float(forward_backward(batch)))
     forward_backward.close()

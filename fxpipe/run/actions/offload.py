@@ -10,8 +10,8 @@ the batch, which the caller holds; tensors of less than ``HostCopies.least`` byt
 tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested tensor, leaves
 by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor tensors in attributes of a ``ctx``.
 
-Autograd does not check versions where hooks pack tensors, so ``_SavedTensor`` does. A tensor that is written before O is an
-error in B, as without offload. A write after O is none: the host has the values that autograd saved.
+Autograd does not check versions where hooks pack tensors, so this file does. If a saved tensor is written before O, its
+B fails, as without offload. A later write is no error: the host has the values that autograd saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import HostCopies, OnHost, StoragePart
+from fxpipe.device import DeviceBytes, HostCopies, OnHost
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
@@ -58,10 +58,10 @@ class _SavedTensor:
 
 @dataclass(slots=True)
 class _Away(_SavedTensor):
-    """A saved tensor whose memory leaves. ``place``: its type, size, strides and offset in the storage, from O on."""
+    """A saved tensor whose memory leaves. ``layout``: its type, size, strides and offset in the storage, from O on."""
 
     memory: _Memory
-    place: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+    layout: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
 
 
 @dataclass(slots=True)
@@ -114,7 +114,8 @@ class Offloaded:
     def _pack(self, tensor: Tensor) -> _SavedTensor:
         apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
         base = base_of(tensor)
-        if base is not None and isinstance(base, nn.Parameter):  # FSDP2's whole parameters are in no list
+        # FSDP2's whole parameters are in no list. (To ask for the class of each base would take long.)
+        if base is not None and base.is_leaf and isinstance(base, nn.Parameter):
             return _SavedTensor(apart, version_of(apart))
         return self._plain(apart) if type(apart) is Tensor else self._by_parts(apart)
 
@@ -127,7 +128,7 @@ class Offloaded:
         key = id_of_storage(storage)
         if key in self.stays:
             return _SavedTensor(tensor, version)
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + (tensor.nbytes if tensor.is_contiguous() else _span(tensor))
         memory = self._memories.get(key)
         if memory is None:
@@ -154,8 +155,8 @@ class Offloaded:
         return wrapped
 
     def _part(self, part: Any) -> Any:
-        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part that
-        # is no tensor, such as a DTensor's mesh.
+        # An integer part, such as the offsets of a nested tensor, is compared by identity: it stays. So does a part
+        # that is no tensor, such as a DTensor's mesh.
         leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
         return self._pack(part) if leaves else part
 
@@ -166,11 +167,12 @@ class Offloaded:
             if version_of(tensor) != saved.version:
                 raise _written(tensor.size(), version_of(tensor), saved.version)
             return tensor
-        if type(saved) is _Away and saved.place is not None:
-            return self._brought_back(saved.memory, *saved.place)
+        if type(saved) is _Away and saved.layout is not None:
+            return self._brought_back(saved.memory, *saved.layout)
         assert isinstance(saved, _Wrapped)
-        kept = saved.parts.items()
-        parts = {name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in kept}
+        parts = {
+            name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in saved.parts.items()
+        }
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
     def _brought_back(
@@ -194,9 +196,9 @@ class Offloaded:
         """After F: starts the copies to the host."""
         for away in self._away:
             # What was written since it was saved stays, so that its version tells.
-            if saved_version(away.tensor) != away.version:
+            if away.tensor is not None and saved_version(away.tensor) != away.version:
                 away.memory.storage = None
-        parts, memories = list[StoragePart](), dict[int, _Memory]()
+        parts, memories = list[DeviceBytes](), dict[int, _Memory]()
         for key, memory in self._memories.items():
             storage, end = memory.storage, memory.end
             # Of what its owner has freed, as FSDP2 frees whole parameters, nothing is there to copy.
@@ -204,7 +206,7 @@ class Offloaded:
                 memory.storage = None
                 continue
             memory.begin = memory.begin // _ALIGNED * _ALIGNED
-            parts.append(StoragePart(storage, memory.begin, end))
+            parts.append(DeviceBytes(storage, memory.begin, end))
             memories[key] = memory
         self._memories, self._on_host = memories, self.copies.out(parts)
 
@@ -216,7 +218,7 @@ class Offloaded:
             tensor = away.tensor
             # Of what was written meanwhile, the host may have some of the new numbers.
             if tensor is not None and away.memory.storage is not None and saved_version(tensor) == away.version:
-                away.place = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+                away.layout = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
                 away.tensor = None
         for wrapped in self._wrapped:
             if wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
