@@ -16,6 +16,7 @@ FILLED = {
     "Conversion": "a builder: it lives while one exported graph becomes a program",
     "Emitter": "a builder: it lives while one tape becomes a graph",
     "ListOfTensors": "one capture notes whether forward opens the list",
+    "OnHost": "a copy to the host notes its event, and a copy back another",
     "Operation": "an entry of a tape, which the recorder of one capture completes",
     "OwnGenerator": "a step notes the generator that the user has put in place of another",
     "Saved": "a stage's forward leaves it to the backward, which needs a seed beside it",

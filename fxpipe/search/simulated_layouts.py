@@ -156,7 +156,7 @@ class Staged:
             saved_bytes(stage.deferred for stage in self.stages) if node_costs.halves else None,
             again if any(again) else None,
             node_costs.source,
-            copy=tuple(map(self._hardware.copy, saved)),
+            copy=None if self._hardware.host_link is None else tuple(map(self._hardware.copy, saved)),
         )
 
     def costs_with(self, recomputed: Sequence[bool]) -> Costs:

@@ -46,7 +46,7 @@ def reasons(run: fxpipe.ForwardBackward) -> list[str]:
 
 def test_the_first_capture_has_its_batch_its_guard_and_a_reason() -> None:
     _, run = compiled()
-    line = "'if not mask.all(): (test_capture_list.py:26)'"
+    line = "'if not mask.all(): (test_capture_list.py:28)'"
     assert str(run.captures).splitlines() == [
         f"training, by export: x float32 [4, 3, {WIDTH}], mask float32 [4, 3, 1]",
         f"  valid for: these sizes, where the outcome of {line} is True",
@@ -63,7 +63,7 @@ CHANGES: dict[str, tuple[Callable[[Masked, fxpipe.ForwardBackward], Any], str]] 
     ),
     "an answer": (
         lambda _, run: run(*batch(8, ones=False)),
-        "the outcome of 'if not mask.all(): (test_capture_list.py:26)' is False, and was True",
+        "the outcome of 'if not mask.all(): (test_capture_list.py:28)' is False, and was True",
     ),
     "an option": (lambda _, run: run(*batch(8), twice=True), "input 'twice' is True, and was not given"),
     "a type": (
@@ -126,7 +126,7 @@ def test_a_symbolic_capture_is_valid_for_any_sizes_and_users_stages_have_none() 
 
 def test_a_capture_in_use_is_kept_however_many_kinds_came_since() -> None:
     _, run = compiled()
-    captures: Captures = run._planning.captures
+    captures: Captures = run._plans.captures
     (key,), guards = captures.families, captures.guards
     later = {(key[0], number): Family() for number in range(FAMILIES + 10)}
     kept = replace(captures, families={**captures.families, **later}).only(guards)
@@ -146,7 +146,7 @@ def test_users_stages_follow_a_parameter_that_is_frozen_later() -> None:
         assert {name for name, each in run.named_parameters() if each.grad is not None} == {
             name for name, each in run.named_parameters() if trainable or name.startswith("second")
         }
-    assert [plan.graph["first"].has_backward for plan in run._planning.plans.values()] == [True, False]
+    assert [plan.graph["first"].has_backward for plan in run._plans.by_pattern.values()] == [True, False]
 
 
 class Mean(nn.Module):

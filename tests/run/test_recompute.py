@@ -244,6 +244,7 @@ def trained_in_backward(
     return [parameter.grad for parameter in first.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")  # torch's, of an embedding's hook
 def test_weights_that_are_written_between_a_forward_and_its_second_run_are_an_error() -> None:
     with pytest.raises(fxpipe.RunError, match="'first' cannot be recomputed: its parameters were written since"):
         trained_in_backward(look_up(), makes_steps=True)

@@ -51,7 +51,7 @@ def captured(model: Model, tracer: str) -> fxpipe.graph.program.Program:
     """A capture that needs all that a tracer may replace: sizes that vary, numbers that forward may ask for, a region
     that sets an attribute."""
     region = Region("part", "part", returns=torch.empty(4, 8))
-    example = {"x": TensorSpec.of(torch.empty(4, 8))}
+    example = {"x": TensorSpec.from_tensor(torch.empty(4, 8))}
     request = Request(model, ("x",), example=example, cuts={"second": "before"}, whole=(region,), asks_numbers=True)
     seen = {key: replace(call, sets=frozenset({("part", "calls")})) for key, call in declared(request).items()}
     return TRACERS[tracer](replace(request, seen=seen, varying=frozenset({("x", 0, 0)})))

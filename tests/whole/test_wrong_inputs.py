@@ -191,7 +191,7 @@ build("1f1b", [(0, 1)], 4, costs=3)
 Costs((1,), (2, 3), (1,))
     ScheduleError: backward has 2 costs for 1 stages
 Action.parse(None)
-    ScheduleError: None is no action; write <stage><F, R, B, I or W><micro-batch>, as in 2F0
+    ScheduleError: None is no action; write <stage><F, R, B, I, W, O or P><micro-batch>, as in 2F0
 table(placement=[0, 7])
     ScheduleError: placement=(0, 7) names a rank outside of 0..1, the rows
 table(costs=Costs.of(5))
