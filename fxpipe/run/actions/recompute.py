@@ -1,7 +1,7 @@
 """Recompute: a stage's forward keeps its inputs and drops its graph, and runs again shortly before its backward.
 
 F  runs as always, with gradients on: the same kernels run, buffers are written, random numbers are drawn. The tensors
-   that autograd would save are dropped at once, and the graph after F
+   that autograd would save are dropped at once, and the graph after F.
 R  runs the forward from F's state and with F's random numbers, and then restores all state but the new graph
 """
 
