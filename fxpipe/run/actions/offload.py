@@ -8,8 +8,7 @@ B  The rank's stream waits for that copy. Autograd frees each tensor once its no
 The host waits for none of these. Some saved tensors stay on the device: parameters, buffers and their views, and inputs
 of the batch, which the caller holds. Tensors of less than ``HostCopies.least`` bytes stay, too, and tensors on another
 device, and tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested
-tensor, leaves by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor tensors that are attributes
-of a ``ctx``.
+tensor, leaves by its parts. The hooks do not see what a ``torch.utils.checkpoint`` keeps, nor a ``ctx``'s attributes.
 
 Autograd does not check versions where hooks pack tensors, so this file does. If a saved tensor is written before O, its
 B fails, as without offload. A later write is no error: the host has the values that autograd saved.
