@@ -157,7 +157,7 @@ CASES = [
     Case("depth_connected.py attention --ranks 2 --stages 2", sends_what_formulas_say),
     Case("encoder_on_all_ranks.py table", simulated_as_the_page_says),
     Case("groups.py --measure", r'"calls of new_group": 9, "connections of rank 0": 2205, .*x data 2": 8}\n$'),
-    Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU\nCLIP .*without a GPU\n"),
+    Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU .*\nCLIP .*without a GPU .*\n"),
     Case("lengths.py --processes --steps 6 Llama", r"\nLlama +[1-9]\d* .* -\n", long=True),
     Case("kinds_of_batch.py --only GPT-2", r"\n\| GPT-2 +\| export +\| as it comes \| 20 +\| 0 +\|"),
     Case("llama_7b.py --auto", r"\n6\.74B parameters \(12\.6 GiB\), none of them made\n"),

@@ -136,10 +136,13 @@ def _check_is_mean(losses: Losses, microbatches: int) -> None:
 def _is_sum(loss_of: Callable[[int], float]) -> bool:
     """Whether the loss of so many copies of the rows grows as copies · S + constant.
 
-    Two copies add S, and two more 2 S. A mean grows by noise alone, and a contrastive loss by ln 2 and ln 2.
+    A second copy adds S, two more 2 S, and four more 4 S. A mean grows by noise alone, such as dropout's, and noise does
+    not double twice. A contrastive loss grows by ln 2 each time.
     """
     single, twice = loss_of(1), loss_of(2)
-    return abs(twice - single) > abs(single) / 4 and 1.5 < (loss_of(4) - twice) / (twice - single) < 2.5
+    if abs(twice - single) <= abs(single) / 4 or not 1.5 < (loss_of(4) - twice) / (twice - single) < 2.5:
+        return False
+    return 1.5 < (loss_of(8) - loss_of(4)) / (loss_of(4) - twice) < 2.5
 
 
 _GATHER = 'they are gathered: fxpipe.stage_boundary(..., gather="batch")'
