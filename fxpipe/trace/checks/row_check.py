@@ -136,7 +136,7 @@ def _check_is_mean(losses: Losses, microbatches: int) -> None:
 def _is_sum(loss_of: Callable[[int], float]) -> bool:
     """Whether the loss of so many copies of the rows grows as copies · S + constant.
 
-    A second copy adds S, two more 2 S, and four more 4 S. A mean grows by noise alone, such as dropout's, and noise does
+    A second copy adds S, two more 2 S, and four more 4 S. A mean changes by noise alone, such as dropout's, which does
     not double twice. A contrastive loss grows by ln 2 each time.
     """
     single, twice = loss_of(1), loss_of(2)
