@@ -28,6 +28,9 @@ NOT_ON_GPUS = {
         simulated_gpu/
         whole/test_benchmarks.py
         """,
+    "copies tensors of the CPU; whole/test_offload.py offloads on GPUs": """
+        run/test_offload.py
+        """,
     "on a GPU no receive is posted early": """
         run/test_wire_exchange.py a_receive_takes_small_ones_behind_it_along[3
         """,
