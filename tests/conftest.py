@@ -69,10 +69,12 @@ LONGEST = """
 """
 """Files with tests of many seconds each: of several processes, none shall run one alone at the end."""
 LONG = """
+    batch/test_objects.py stand_ins_are_the_same_in_every_process
     distributed/test_heartbeat.py ranks_are_heard_again_after_a_fault_of_the_network[silent
     faults/
     loops/test_lightning.py one_process_trains_as_a_plain_trainer[bf16 a_run_goes_on four two_gpus
-    numerics/test_bisect.py a_mask_that_only_a_capture
+    loops/test_lightning.py one_process_trains_as_a_plain_trainer[accumulated one_process_trains_as_a_plain_trainer[by
+    numerics/test_bisect.py a_mask_that_only_a_capture another_tracer
     loops/test_accelerate.py
     loops/test_transformers.py a_resumed bf16 it_goes_on it_trains_as_the_trainer_does[accumulated
     loops/test_transformers.py it_trains_as_the_trainer_does[best it_trains_as_the_trainer_does[small
@@ -80,10 +82,13 @@ LONG = """
     loops/test_transformers.py random_words
     loops/test_torchtitan.py
     parameters/test_materialise_hf.py
+    parameters/test_meta.py initialised_on_each_rank[where2-export
     plan/test_joint_graph.py of_shards
+    plan/test_joint_graph.py gradients_are_those_of_whole_backwards_and_each_part_is_compiled_once[{'recompute'
     run/test_saving.py killed
     sharding/test_parallelize.py an_unmodified_llama
     simulated_gpu/test_scripts.py a_script_may_end ranks_may_end
+    test_notebook.py a_function_of_a_cell
     trace/test_every_tracer.py over_replicas
     trace/test_hidden_values.py each_is
     trace/test_symbolic.py torch_compile_works
@@ -91,7 +96,8 @@ LONG = """
     whole/test_batch_axes.py a_checkpoint a_rank_never_holds an_expert_axis dense eight fsdp2
     whole/test_batch_axes.py ranks_train_as_plain_pytorch_does[context2 ranks_train_as_plain_pytorch_does[data2
     whole/test_batch_axes.py ranks_train_as_plain_pytorch_does[expert4 schedules
-    whole/test_batch_axes_hf.py experts_spread_over_ranks_train_as_in_plain_pytorch llama what_a_model_would_count
+    whole/test_batch_axes_hf.py attention_that_parallelize_cannot_change llama what_a_model_would_count
+    whole/test_batch_axes_hf.py experts_spread_over_ranks_train_as_in_plain_pytorch
     whole/test_benchmarks.py
     whole/test_detector.py
     whole/test_fuzzed.py
@@ -101,29 +107,38 @@ LONG = """
     whole/test_hf.py
     whole/test_hf_batches.py
     whole/test_killed_rank.py
+    whole/test_layers_left_out.py layers_that_a_batch_leaves_out[model0 layers_that_a_batch_leaves_out[model2
     whole/test_lengths.py
     whole/test_loops.py
+    whole/test_masters.py the_buffers_of_zero_2
+    whole/test_number_of_items.py a_model_that_is_given
     whole/test_on_gpus.py a_model_trains_as_in_plain_pytorch[GPT-2 a_model_trains_as_in_plain_pytorch[Llama more
     whole/test_on_gpus.py programs
-    whole/test_once_refused.py models_of_hugging_face
+    whole/test_once_refused.py an_adapted_model models_of_hugging_face
+    whole/test_opaque.py what_a_region_returns_has_another_size_each_time[strict
     whole/test_opaque_runs.py a_list its_parameters
     whole/test_optimizer_checkpoints.py a_plain_optimizer a_run_goes_on_in masters
     whole/test_orderings.py
-    whole/test_packed_inputs.py random so_it_is_on_ranks_of_which_each_is_given_what_it_needs[lists
-    whole/test_questions.py each_number each_outcome replicas_may what_is_asked_behind_an_opaque batches_of_other_sizes
+    whole/test_packed_inputs.py evaluate_gives random so_it_is_on_ranks_of_which_each_is_given_what_it_needs[lists
+    whole/test_questions.py an_input_that_no_rank batches_of_other_sizes each_number each_outcome replicas_may
+    whole/test_questions.py what_is_asked_behind_an_opaque
     whole/test_random_models.py
     whole/test_random_tables.py
     whole/test_readme.py a_command_of_a_page_prints_what_stands_below_it[data_axis.md]
     whole/test_readme.py a_command_of_a_page_prints_what_stands_below_it[schedules.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[axes.md]
+    whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[loops_lightning.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[other_loops.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[preview.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[real_models.md]
     whole/test_readme.py the_code_of_a_page_runs_and_prints_what_it_shows[vision_language.md]
     whole/test_resume.py
-    whole/test_save_load.py a_run_of_four
+    whole/test_same_operators.py a_step_runs_the_operators_of_plain_pytorch[BERT
+    whole/test_same_operators.py a_step_runs_the_operators_of_plain_pytorch[Whisper
+    whole/test_save_load.py a_place_in a_run_of_four
     whole/test_several_sharded.py it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[FSDP2-4-False
-    whole/test_strings.py batches_of_other_sizes other_strings_take_no_capture[Branching
+    whole/test_several_sharded.py it_trains_as_plain_pytorch_and_resumes_with_the_same_bits[zero=3-3-False
+    whole/test_strings.py batches_of_other_sizes one_of_many other_strings_take_no_capture[Branching
     whole/test_strings.py other_strings_take_no_capture[InDict
     whole/test_virtual_time.py a_step_takes each
     whole/test_without_numpy.py

@@ -225,7 +225,7 @@ def several_on_gloo(topology: Topology, ways: list[Mapping[str, Any]], tied: boo
 
 @pytest.mark.parametrize(
     ("pipe", "data", "order", "tied", "microbatches"),
-    [(*shape, tied, number) for shape, tied, number in every(5, pairwise(SHAPES, [False, True], [1, 6]))],
+    [(*shape, tied, number) for shape, tied, number in every(7, pairwise(SHAPES, [False, True], [1, 6]))],
 )
 def test_zero_3_is_fsdp2(
     pool: Pool, oracle: Oracle, pipe: int, data: int, order: str, tied: bool, microbatches: int

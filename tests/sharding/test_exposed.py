@@ -120,7 +120,7 @@ CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "zero", "tracer", "embeds"), every(7, CASES))
+@pytest.mark.parametrize(("shape", "zero", "tracer", "embeds"), every(11, CASES))
 def test_what_is_exposed_is_what_nothing_can_hide(gpus: Gpus, shape: str, zero: int, tracer: str, embeds: bool) -> None:
     milliseconds = 1.0
     first = milliseconds * (1.25 if embeds else 1.0)

@@ -25,7 +25,7 @@ from fxpipe.errors import CheckpointError, RunError
 from tests.device import DEVICE
 from tests.pool import Pool
 from tests.sharding.test_parallelize import in_a_new_world
-from tests.thinned import in_turn
+from tests.thinned import every, in_turn
 
 BOTH = ("fxpipe", "dcp")
 
@@ -293,7 +293,7 @@ GOES_ON: dict[str, tuple[Build, dict[str, Any], int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "by"), [(kind, by) for kind, (*_, ways) in GOES_ON.items() for by in ways])
+@pytest.mark.parametrize(("kind", "by"), every(2, [(kind, by) for kind, (*_, ways) in GOES_ON.items() for by in ways]))
 def test_a_run_goes_on_with_the_same_bits(pool: Pool, tmp_path: Path, kind: str, by: str) -> None:
     build, layout, steps, _ = GOES_ON[kind]
     wanted = pool.run(saved, by, build, layout, tmp_path, steps, ranks=2)
