@@ -23,6 +23,7 @@ FILLED = {
     "Touched": "an entry of a tape: what operations of one capture read and write",
     "_ModesInGraph": "a builder: it follows the modes through one graph",
     "_Writer": "a builder: it writes one graph",
+    "_Traced": "a builder: it lives while the repeats of one export are expanded",
     "_Named": "one capture counts the calls of a submodule that is cut",
 }
 """Class → why it is filled after it was made, and by whom."""

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/balance.py                      # 3 models on 4, 5, 8 and 16 ranks, then the scaling
     python examples/benchmarks/balance.py --models vit-b/32 --ranks 4 8
+    python examples/benchmarks/balance.py --layers 80 --before FOLDER    # "auto" of a 70B Llama, in turns
 
 Needs transformers. The models are built on the meta device and captured by `export`, so that nothing of their size is
 allocated; what a node takes follows from its shapes (see fxpipe/hardware.py for the reference). Every
@@ -12,16 +13,20 @@ thread.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 import transformers
+import turns
 from tabulate import tabulate
 from torch import Tensor, fx, nn
 
+import fxpipe
 from fxpipe import passes
 from fxpipe.errors import FxpipeError
 from fxpipe.graph.program import Program
@@ -325,12 +330,45 @@ def scaling(sizes: Sequence[int], ranks: int) -> None:
     print(tabulate(rows, headers=headers, disable_numparse=True, colalign=["right"] * 4))
 
 
+# --- "auto" for many equal layers
+
+
+def balanced(layers: int) -> turns.Figures:
+    """Processor seconds of a preview with ``boundaries="auto"`` of a Llama of this many layers, on 16 ranks."""
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=128256, num_hidden_layers=layers, use_cache=False, **shape)
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(64, 4096, dtype=torch.long)
+    pipe = fxpipe.Topology([("pipe", 16)])
+    start = time.process_time()
+    fxpipe.preview(
+        model,
+        pipe,
+        boundaries="auto",
+        microbatches=64,
+        hardware="h100",
+        example_kwargs={"input_ids": ids, "labels": ids},
+    )
+    return {f"auto, {layers} layers, s": time.process_time() - start}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--ranks", type=int, nargs="*", default=[4, 5, 8, 16])
     parser.add_argument("--nodes", type=int, nargs="*", default=[1000, 2000, 5000, 10000])
+    parser.add_argument("--layers", type=int, help='measures "auto" for a Llama of this many layers, and nothing else')
+    parser.add_argument("--before", type=Path, help="with --layers: an earlier checkout, measured in turns")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--point", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.point:
+        print(json.dumps(balanced(arguments.layers)))
+        return
+    if arguments.layers:
+        point = ["--layers", str(arguments.layers), "--point"]
+        print(turns.table(turns.in_turns(__file__, point, arguments.before, arguments.rounds)))
+        return
     won = [against_hands(name, arguments.ranks) for name in arguments.models]
     if arguments.nodes:
         scaling(arguments.nodes, ranks=8)

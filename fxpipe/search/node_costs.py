@@ -25,6 +25,7 @@ from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.no_gc import paused
 from fxpipe.passes.defer_weights import deferred_calls
+from fxpipe.search.alike import NodeOutcome, Operands, has_only_pure_operators
 from fxpipe.search.memory import Account, StaticBytes, rows_of
 from fxpipe.stage.activation_checkpoints import checkpoints_noted, checkpoints_that_keep
 from fxpipe.stage.modes import Autocast, modes_restored, within
@@ -296,6 +297,8 @@ class _CostingRun:
         self._storages = [tensor.untyped_storage() for tensor in [*named.values(), *tensors_in(self.inputs)]]
         self._own = set(map(id, self._storages))
         self._weights = {id(parameter.untyped_storage()) for parameter in parameters.values()}
+        self._known: dict[Any, tuple[NodeCost, NodeOutcome]] = {}
+        self._may_be_alike = has_only_pure_operators(program.nodes)
 
     def all_nodes(self) -> None:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
@@ -305,7 +308,7 @@ class _CostingRun:
                 elif node.op == "get_attr":
                     self.values[node] = attribute(self.program, node, self.fake)
                 elif node.op != "output":
-                    self._note(node)
+                    self._note_once(node)
 
     def defer(self, calls: Sequence[str]) -> None:
         """Adds the memory that these calls keep until W: their saved tensors, and the gradients of their results."""
@@ -350,6 +353,24 @@ class _CostingRun:
             self.memory[id(storage)] = self.times * storage.nbytes()
             self._saved.add(id(storage))
         return tensor
+
+    def _note_once(self, node: Node) -> None:
+        """Takes over the costs of a node alike, or runs the node."""
+        operands = Operands.of(node, self.values, (self._own, self._weights)) if self._may_be_alike else None
+        known = self._known.get(operands.key) if operands is not None else None
+        if operands is None or known is None:
+            self._note(node)
+            if operands is not None and node.name not in self.seconds_again:
+                saved = {key: self.memory[key] // self.times for key in self._saved}
+                self._known[operands.key] = self.nodes[node.name], NodeOutcome.of(operands, self.values[node], saved)
+            return
+        cost, outcome = known
+        self.values[node], saved_again, new = outcome.again(operands, self.fake.mode)
+        self._storages += new
+        self.memory |= {id(storage): self.times * storage.nbytes() for storage in saved_again}
+        used = self._parameters(node)
+        trains = any(self.parameters[key].trained for key in used)
+        self.nodes[node.name] = replace(cost, saved=frozenset(map(id, saved_again)), parameters=used, trains=trains)
 
     def _note(self, node: Node) -> None:
         def is_weight(tensor: Tensor) -> bool:

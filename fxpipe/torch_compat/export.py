@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.amp.autocast_mode import _enter_autocast as enter_autocast  # export puts these into a graph
 from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot
@@ -37,6 +37,12 @@ def module_calls_ended() -> Iterator[None]:
     finally:
         while len(running) > before:
             running.popitem()
+
+
+def traced_graph() -> fx.Graph | None:
+    """The graph that torch.export is making; None outside of its trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
 
 
 def node_of(value: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fxpipe
 from fxpipe import passes
 from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
 from fxpipe.passes.chain import chain
-from fxpipe.search.node_costs import NodeCosts, costs_from_shapes
+from fxpipe.search.node_costs import NodeCosts, OperatorMeter, costs_from_shapes
 from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import Autocast
 from fxpipe.trace import Request, capture
+from fxpipe.trace.export.repeats import Repeats
 from tests.device import DEVICE
+from tests.trace.test_repeats import WIDTH, Layer, Model, Writes, frozen, hooked, of_layers, tied
 
 PLAIN = Hardware(flops=1.0, flops_16=1.0, bandwidth=1e30, launch=0.0)
 """On which a product takes as many seconds as it has operations, and all else takes none."""
@@ -244,3 +250,70 @@ def test_a_node_that_looks_at_numbers_is_reckoned_from_what_its_capture_saw() ->
     parameters = 8 * 8 + 8
     assert looks.forward == 2 * 5 * parameters
     assert looks.trains
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "alike": lambda: [Layer(number) for number in range(4)],
+    "of two widths": lambda: [Layer(), Layer(width=32), Layer(), Layer(width=32)],
+    "one is frozen": lambda: [Layer(), frozen(Layer()), Layer()],
+    "with tied parameters": lambda: [*tied([Layer(), Layer()]), Layer()],
+    "with a hook": lambda: [Layer(), hooked(Layer()), Layer()],
+    "of another dtype": lambda: [Layer(), Layer(), Doubles()],
+    "one writes in place": lambda: [Layer(), Writes(), Layer()],
+}
+
+
+class Doubles(Layer):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return (x.double() @ self.up.weight.double().T @ self.up.weight).to(x.dtype)
+
+
+def told(costs: NodeCosts) -> list[Any]:
+    """The costs of all nodes, and each piece of memory by its bytes and the nodes that keep it."""
+    keep: dict[int, list[str]] = {}
+    for name, cost in costs.nodes.items():
+        for key in cost.saved | cost.deferred:
+            keep.setdefault(key, []).append(name)
+    plain = {name: replace(cost, saved=frozenset(), deferred=frozenset()) for name, cost in costs.nodes.items()}
+    return [plain, sorted((costs.memory[key], names) for key, names in keep.items()), costs.parameters]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_costs_are_as_if_each_node_were_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = {"x": spec(3, WIDTH)}
+    program = program_of(Model(LAYERS[name]()), "export", **example)
+    costs = costs_from_shapes(program, example)
+    monkeypatch.setattr("fxpipe.search.node_costs.has_only_pure_operators", lambda nodes: False)
+    each = costs_from_shapes(program, example)
+    assert told(costs) == told(each)
+
+
+def test_as_many_nodes_run_for_eight_layers_as_for_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+    run = OperatorMeter.__torch_dispatch__
+
+    def counted(meter: OperatorMeter, func: object, *args: Any, **kwargs: Any) -> Any:
+        ran.append(func)
+        return run(meter, func, *args, **kwargs)
+
+    monkeypatch.setattr(OperatorMeter, "__torch_dispatch__", counted)
+    counts = []
+    for layers in (4, 8):
+        program = program_of(of_layers(layers), "export", x=spec(3, WIDTH))
+        ran.clear()
+        costs_from_shapes(program, {"x": spec(3, WIDTH)})
+        counts.append(len(ran))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_preview_is_as_if_each_layer_were_traced_and_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown() -> str:
+        pipe = fxpipe.Topology([("pipe", 2)])
+        x = torch.ones(6, WIDTH)
+        plan = fxpipe.preview(of_layers(5), pipe, boundaries="auto", microbatches=2, tracer="export", example_args=(x,))
+        return str(plan)
+
+    plan = shown()
+    monkeypatch.setattr("fxpipe.search.node_costs.has_only_pure_operators", lambda nodes: False)
+    monkeypatch.setattr(Repeats, "watched", lambda repeats: contextlib.nullcontext())
+    assert plan == shown()

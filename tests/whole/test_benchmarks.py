@@ -153,6 +153,7 @@ CASES = [
     Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record")),
     Case("compile_cost.py stages --divided 4", grown("stages, a rank each", "stages on 4 ranks"), long=True),
     Case("compile_cost.py --models GPT-2", phases_sum_to_the_first_step),
+    Case("balance.py --layers 16 --rounds 1", r"\nauto, 16 layers, s +\d", long=True),
     Case("compile_llama.py 2x16 --rounds 1", r"\n2x16: peak ÷ parameters +\d", long=True),
     Case("depth_connected.py attention --ranks 2 --stages 2", sends_what_formulas_say),
     Case("encoder_on_all_ranks.py table", simulated_as_the_page_says),

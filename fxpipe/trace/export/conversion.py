@@ -63,6 +63,7 @@ _WHOLE = torch.ops.fxpipe.whole.default
 _SIZE = torch.ops.aten.sym_size.int
 _ROOT = "model"
 """The name of the model in the exported module."""
+_NUMBER = re.compile(r"_\d+$")
 _ASKED = re.compile(r"L\['t(\d+)'\]")
 
 
@@ -275,7 +276,9 @@ class Conversion:
         else:
             target = boundary if node.target is _BOUNDARY else node.target
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._read)
-            created = self._graph.create_node("call_function", target, args, kwargs, name=node.name)
+            # copies of a repeated layer's nodes have numbers of their own
+            name = _NUMBER.sub("", node.name)
+            created = self._graph.create_node("call_function", target, args, kwargs, name=name)
         created.meta["val"] = None if self.of_any_size else _static(node)
         created.meta["sizes"] = _sizes_of(node.meta.get("val"))
         created.meta["nn_module_stack"] = self._stack(node)

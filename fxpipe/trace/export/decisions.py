@@ -72,7 +72,7 @@ class Decisions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # 1. and 2. a value that forward reads and torch knows
-        kind = _KINDS.get(function)
+        kind = ASKS.get(function)
         if kind is not None and _is_asked(args[0]) and (known := computed(function, args[0])) is not None:
             return known
         # 3. to 5. a value that only the inputs decide
@@ -138,11 +138,12 @@ class Decisions(TorchFunctionMode):
         return ask
 
 
-_KINDS: dict[Any, QuestionKind] = {
+ASKS: dict[Any, QuestionKind] = {
     **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), "truth"),
     **dict.fromkeys((Tensor.__int__, Tensor.__index__, Tensor.item), "number"),
     Tensor.tolist: "list",
 }
+"""The functions that ask for a tensor's values."""
 
 
 _SYMBOL = re.compile(r"\b(?:u|zuf)\d+\b")

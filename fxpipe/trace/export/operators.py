@@ -36,7 +36,7 @@ def _copying(name: str, schema: str, position: int) -> Any:
         return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in args[position]]
 
     def backward(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
-        return tuple(gradients if argument == position else None for argument in range(4))
+        return tuple(gradients if argument == position else None for argument in range(schema.count(",") + 1))
 
     operator = torch.library.custom_op(f"fxpipe::{name}", copies, mutates_args=(), schema=schema)
     operator.register_fake(fakes)
@@ -48,6 +48,8 @@ marked = _copying("boundary", "(Tensor[] values, str? name, str? gather=None, in
 """The values after a boundary. The converted graph calls ``boundary`` of fxpipe.graph instead."""
 whole = _copying("whole", "(Tensor[] values, SymInt[] numbers, Tensor[] stand_ins, int call) -> Tensor[]", 2)
 """The result of a region's call. The converted graph calls the region instead."""
+again = _copying("again", "(Tensor[] outside, Tensor[] results, int record) -> Tensor[]", 1)
+"""The result of a repeated layer. ``results``: the tensors that the first layer of its record returns."""
 
 Size = tuple[int, int]
 """(the number of a tensor in a guard's clauses, a dimension of that tensor)"""

@@ -50,7 +50,9 @@ from fxpipe.trace.cuts.cutting import check_boundaries, crossing, cutting
 from fxpipe.trace.export.conversion import Conversion, modes_as_operations
 from fxpipe.trace.export.decisions import Asked, Decisions, fixing_lines, symbolic_lengths
 from fxpipe.trace.export.guard import RandomWatch, TracingGuard, refuse_random_numbers
+from fxpipe.trace.export.layer_calls import Differs
 from fxpipe.trace.export.operators import SizeClauses, marked, whole
+from fxpipe.trace.export.repeats import Repeats, expand
 from fxpipe.trace.fake import fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import RegionCall, Regions
 from fxpipe.trace.patching import as_in_run, refuse
@@ -119,14 +121,24 @@ def _export(request: Request) -> Program:
 
 @as_in_run
 def _export_call(request: Request) -> Program:
+    guard = TracingGuard(request)
+    repeats = Repeats(request, lambda: guard.own.read)
+    try:
+        return _export_once(request, guard, repeats)
+    except (Differs, FxpipeError):
+        if not repeats.followed:
+            raise
+    return _export_once(request, TracingGuard(request))
+
+
+def _export_once(request: Request, guard: TracingGuard, repeats: Repeats | None = None) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
-    guard = TracingGuard(request)
     with guard.preserving():
         # 1. fake tensors
         with fake_model(request.module, request.device, request.compute) as fake:
             stand_ins = {key: list(map(fake.leaf, seen.specs)) for key, seen in request.seen.items()}
-            call = ExportedCall(request, guard, fake.inputs(request.example, request.any_words), stand_ins)
+            call = ExportedCall(request, guard, repeats, fake.inputs(request.example, request.any_words), stand_ins)
             # 2. and 3. the export
             with fixing_lines() as lines:  # stays empty if no size is symbolic
                 exported = _exported(call)
@@ -234,10 +246,12 @@ class ExportedCall:
         self,
         request: Request,
         guard: TracingGuard,
+        repeats: Repeats | None,
         values: Mapping[str, Any],
         stand_ins: Mapping[tuple[str, int], list[Tensor]],
     ) -> None:
-        self.request, self.guard, self.values, self.stand_ins = request, guard, values, stand_ins
+        self.request, self.guard, self.repeats = request, guard, repeats
+        self.values, self.stand_ins = values, stand_ins
         self.decisions = Decisions(request.answers, request.asks_numbers)
         self.question: Asked | None = None
         """The unanswered question at which forward ended, if any; the export then computes the value asked for."""
@@ -307,6 +321,8 @@ class ExportedCall:
             TENSOR if isinstance(leaf, _COMPUTED) else leaf if isinstance(leaf, PLAIN_LEAF) else None
             for leaf in returned
         ]
+        if self.repeats is not None:
+            self.repeats.check_outside(returned)
         return [leaf for leaf in returned if isinstance(leaf, _COMPUTED)]
 
     def result(self, model: nn.Module, values: Mapping[str, Any]) -> Any:
@@ -318,7 +334,8 @@ class ExportedCall:
         cuts = cutting(self.request.module, request.cuts, request.may_lack_cuts)
         asking = self.decisions.answered()
         watch = RandomWatch(self.guard.random) if self.is_watched else contextlib.nullcontext()
-        with asking, watch, recording(self._record), self.regions.as_nodes(), cuts, self.guard.tracing():
+        repeats = contextlib.nullcontext() if self.repeats is None or self.is_watched else self.repeats.watched()
+        with asking, watch, recording(self._record), self.regions.as_nodes(), repeats, cuts, self.guard.tracing():
             return request.wanted(request.call(values))
 
     def _record(self, value: Any, name: str | None, gather: Gather | None) -> Any:
@@ -348,6 +365,7 @@ class ExportedCall:
 
     def program(self, exported: torch.export.ExportedProgram) -> Program:
         """The converted program; its result is the asked value if forward ended at a question."""
+        expand(exported)
         module, calls, of_any_size = self.request.module, self.regions.calls, self.question is not None
         program = Conversion(exported, module, self.values, self._result, self.stand_ins, calls, of_any_size).program()
         return program.replace(result=self._spec)

@@ -1,0 +1,275 @@
+"""Repeats: torch.export traces a repeated layer once; of the other layers like it, only the Python code runs.
+
+Contract: a layer repeats an earlier layer if its forward calls the same functions of torch, in the same order, with
+equal arguments. Tensors are equal if both layers compute them by the same call, or if both get them from outside of the
+layer, with the same layout, dtype, device and need of a gradient. No code, attribute or hook has to be compared.
+
+Pseudocode: the first layer of a kind is traced, and its calls are recorded. A later layer of this kind runs on
+stand-ins for its tensors: each of its calls must be the next call of the record, and returns the record's result. An
+operator ``again`` takes the layer's place in the graph. ``expand`` replaces it by copies of the first layer's nodes.
+
+Layers that write into tensors from outside, ask for a tensor's numbers, or contain boundaries or opaque regions, are
+traced as usual. If a layer turns out to differ, or if a stand-in is used outside of its layer, fxpipe exports again
+without repeats.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+from fxpipe.specs import TensorSpec
+from fxpipe.stage.modes import ambient_autocast
+from fxpipe.stage.opaque_call import PLAIN_LEAF
+from fxpipe.torch_compat.export import traced_graph
+from fxpipe.torch_compat.fakes import FakeTensorMode
+from fxpipe.torch_compat.operators import OpOverload
+from fxpipe.torch_compat.tensors import storage_id, version_of
+from fxpipe.trace.export.layer_calls import (
+    Differs,
+    LayerFollowing,
+    LayerRecord,
+    LayerRecording,
+    LayerTensors,
+    Unrepeatable,
+    last_node,
+)
+from fxpipe.trace.export.operators import again
+from fxpipe.trace.fake import FakeModel, outside
+from fxpipe.trace.patching import Key, handled
+from fxpipe.trace.request import Request
+
+_Recorded = tuple[Any, LayerRecord | None]
+_AGAIN = torch.ops.fxpipe.again.default
+_RECORD, _OUTSIDE = "fxpipe_record", "fxpipe_outside"
+"""The keys in a node's ``meta``: the number of the record that the node belongs to, and the records that use the node
+from outside, as (the record's number, the number of the tensor)."""
+
+
+class Repeats:
+    """The layers of a model that may be repeats: submodules of one class, side by side; and the records of one export.
+
+    ``read``: returns the attributes that forward has read, as (the id of a module's ``__dict__``, the name).
+    """
+
+    def __init__(self, request: Request, read: Callable[[], Collection[tuple[int, str]]]) -> None:
+        self._read, self._device = read, request.device
+        self.followed = 0
+        """The number of calls of layers that followed a record."""
+        cut = [*request.cuts, *(region.path for region in request.whole)]
+        parts = {path: part for path, part in request.module.named_modules() if next(part.children(), None)}
+        alike = Counter((path.rpartition(".")[0], type(part)) for path, part in parts.items())
+        self._layers = {
+            id(vars(part)): (part, _structure(part))
+            for path, part in parts.items()
+            if alike[path.rpartition(".")[0], type(part)] > 1 and not any(name.startswith(f"{path}.") for name in cut)
+        }
+        self._records: dict[Any, list[LayerRecord] | None] = {}
+        self._is_inside = False
+
+    def watched(self) -> AbstractContextManager[None]:
+        """While this context is open, a layer that repeats another layer is not traced. Enter it outside of cuts."""
+        self._records.clear()
+        return handled([(part, "forward") for part, _ in self._layers.values()], self._call)
+
+    def check_outside(self, values: Iterable[Any]) -> None:
+        """``Differs`` for a stand-in among these values: nothing computes it."""
+        records = [record for records in self._records.values() for record in records or ()]
+        stand_ins = {id(tensor) for record in records for tensor in record.stand_ins}
+        if not stand_ins.isdisjoint(map(id, values)):
+            raise Differs
+
+    def _call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        graph, run = traced_graph(), partial(inner, *args, **kwargs)
+        if graph is None or self._is_inside:
+            return run()
+        layer, structure = self._layers[key[0]]
+        call = _LayerCall(graph, LayerTensors(), layer, run)
+        try:
+            given = call.tensors.described((args, dict(kwargs)))
+        except Unrepeatable:
+            return run()
+        like = structure, torch.is_grad_enabled(), ambient_autocast(), given, tuple(call.tensors.kinds)
+        self._is_inside = True
+        try:
+            return self._known_or_traced(call, like)
+        finally:
+            self._is_inside = False
+
+    def _known_or_traced(self, call: _LayerCall, like: Any) -> Any:
+        records = self._records.setdefault(like, [])
+        if records is None:
+            return call.run()
+        for record in records:
+            if record.plain == _plain(call.layer, record.plain):
+                self.followed += 1
+                return call.follow(record)
+        number = sum(len(records or ()) for records in self._records.values())
+        result, new = call.record(number, self._read(), self._device)
+        self._records[like] = None if new is None else [*records, new]
+        return result
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """One call of a layer in an export. ``run``: calls its forward."""
+
+    graph: fx.Graph
+    tensors: LayerTensors
+    layer: nn.Module
+    run: Callable[[], Any]
+
+    def follow(self, record: LayerRecord) -> Any:
+        """Compares the call with a record, and adds an operator in place of the layer's nodes."""
+        last, following = last_node(self.graph), LayerFollowing(record, self.tensors)
+        try:
+            with following:
+                result = self.run()
+            following.end(result)
+        except Exception as error:  # stand-ins may be the reason
+            raise Differs from error
+        if last is not last_node(self.graph):
+            raise Differs
+        return self._result(record)
+
+    def record(
+        self, number: int, read: Collection[tuple[int, str]], device: torch.device
+    ) -> tuple[Any, LayerRecord | None]:
+        """Traces the layer. Returns its result, and the record for later layers; None if they cannot follow it."""
+        before, recording = last_node(self.graph), LayerRecording(self.graph, self.tensors)
+        with recording:
+            result = self.run()
+        described = recording.noted(self.tensors.described, result)
+        nodes = list(takewhile(lambda node: node is not before, reversed(self.graph.nodes)))
+        if not recording.is_repeatable or not all(map(_can_be_copied, nodes)):
+            return result, None
+        made = self.tensors.made
+        returned = {index: made[index] for origin, index in described[1] if origin == "made"}
+        with outside():
+            are_written = self.tensors.versions != list(map(version_of, self.tensors.outside))
+            if are_written or not _behave_like_copies(list(returned.values()), self.tensors.outside):
+                return result, None
+            fake = FakeModel(FakeTensorMode(), device)
+            stand_ins = [fake.leaf(TensorSpec.from_tensor(tensor)) for tensor in made]
+        for node in nodes:
+            if node.op == "call_function":  # copies share the constants
+                node.meta[_RECORD] = number
+        for index, used in enumerate(self.tensors.nodes):
+            if used is not None:
+                used.meta.setdefault(_OUTSIDE, []).append((number, index))
+        paths = {id(vars(part)): path for path, part in self.layer.named_modules()}
+        plain = _plain(self.layer, [(paths[owner], name) for owner, name in read if owner in paths])
+        record = LayerRecord(number, plain, recording.calls, list(self.tensors.kinds), stand_ins, described, returned)
+        return self._result(record), record
+
+    def _result(self, record: LayerRecord) -> Any:
+        tensors = again(self.tensors.outside, list(record.returned.values()), record.number)
+        return self.tensors.filled(record.result, dict(zip(record.returned, tensors, strict=True)))
+
+
+def _structure(layer: nn.Module) -> Any:
+    """What a layer has in common with its repeats."""
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return (
+        tuple((path, type(part), part.training) for path, part in layer.named_modules()),
+        tuple((name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors),
+    )
+
+
+def _plain(layer: nn.Module, names: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """The plain values among attributes of a layer's submodules, such as ``layer_idx``."""
+    parts = {path: vars(part) for path, part in layer.named_modules()}
+    values = {(path, name): parts[path].get(name) for path, name in names}
+    return {key: value for key, value in values.items() if isinstance(value, PLAIN_LEAF)}
+
+
+def _can_be_copied(node: Node) -> bool:
+    """Whether a node sets no mode, and is no part of a transform such as ``torch.vmap``."""
+    return isinstance(node.target, OpOverload) or node.op == "get_attr" or node.target is operator.getitem
+
+
+def _behave_like_copies(returned: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
+    """Whether ``again`` can return tensors like these: in memory of their own, with a gradient if an argument has."""
+    memory = Counter(map(storage_id, [*returned, *given]))
+    needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in [*returned, *given])
+    return bool(returned) and all(
+        memory[storage_id(tensor)] == 1 and tensor.requires_grad == (needed and tensor.is_floating_point())
+        for tensor in returned
+    )
+
+
+# --- after the export
+
+
+def expand(exported: torch.export.ExportedProgram) -> None:
+    """Replaces each ``again`` in an exported graph by copies of its record's nodes; ``Differs`` if it cannot."""
+    graph, records = exported.graph, defaultdict[Any, _Traced](_Traced)
+    for node in graph.nodes:
+        if _RECORD in node.meta:
+            records[node.meta[_RECORD]].nodes.append(node)
+        for number, index in node.meta.get(_OUTSIDE, ()):
+            records[number].starts[index] = node
+    now: dict[Any, Node] = {}  # a node → the node that computes its tensor from here on
+    repeats = [node for node in graph.nodes if node.target is _AGAIN]
+    constants = exported.graph_signature.inputs_to_lifted_tensor_constants
+    for node in list(graph.nodes) if repeats else ():
+        before = node.args
+        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: now.get(used, used))
+        if node.target is _AGAIN:
+            values, ends = records[node.args[2]].copied(node, constants)
+            now.update({before[0][index]: end for index, end in ends.items()})
+            now.update({part: values[part.args[1]] for part in node.users})
+    for node in reversed(repeats):
+        for part in list(node.users):
+            graph.erase_node(part)
+        graph.erase_node(node)
+
+
+@dataclass
+class _Traced:
+    """A layer that was traced: its nodes, and the nodes of the tensors from outside, by number, at their first use."""
+
+    nodes: list[Node] = field(default_factory=list)
+    starts: dict[int, Node] = field(default_factory=dict)
+    again: Node | None = None
+    """The operator that returns the layer's tensors."""
+
+    def copied(self, repeat: Node, constants: Collection[str]) -> tuple[list[Node], dict[int, Node]]:
+        """Copies the layer in place of a repeat. Returns the nodes of the results, and of each tensor from outside
+        that another node computes after the layer, by number: a call such as ``x.to(x.dtype)`` returns its argument."""
+        given, results, _ = (cast(Any, argument) for argument in repeat.args)
+        if self.again is None:
+            self.again = repeat
+            return results, {}
+        ends, copies = dict(enumerate(cast(Any, self.again.args[0]))), dict[Node, Node]()
+        copies |= {self.starts.get(index, end): given[index] for index, end in ends.items()}
+        for node in self.nodes:
+            if any(used not in copies and used.name not in constants for used in node.all_input_nodes):
+                raise Differs
+            with repeat.graph.inserting_before(repeat):
+                copies[node] = repeat.graph.node_copy(node, lambda used: copies.get(used, used))
+            copies[node].meta["nn_module_stack"] = _moved(node, self.again, repeat)
+        moved = {index: copies[end] for index, end in ends.items() if self.starts.get(index, end) is not end}
+        return [copies[result] for result in results], moved
+
+
+def _moved(node: Node, old: Node, new: Node) -> dict[str, tuple[str, Any]]:
+    """The submodules around a node of one layer, for the node's copy in another layer. ``old``, ``new``: the operators
+    that return the two layers' tensors."""
+    stack, outer, moved = ({**each.meta.get("nn_module_stack", {})} for each in (node, old, new))
+    was, now = (list(each.values())[-1][0] for each in (outer, moved))
+    for key, (path, kind) in list(stack.items())[len(outer) :]:
+        if path.startswith(f"{was}."):
+            key = path = now + path[len(was) :]
+        moved[key] = path, kind
+    return moved
