@@ -48,6 +48,7 @@ from torch import nn
 from fxpipe.device import kinds
 from fxpipe.errors import TraceError
 from fxpipe.patches import replaced
+from fxpipe.torch_compat.export import import_dynamo
 from fxpipe.torch_compat.fakes import fake_home
 from fxpipe.user_line import LINE, current_line, definition, is_users
 
@@ -140,6 +141,7 @@ def as_in_run(capture: Callable[[Given], Made]) -> Callable[[Given], Made]:
     """
 
     def captured(given: Given) -> Made:
+        import_dynamo()  # later compilations would use the replaced questions
         traced: tuple[str, ...] = ()
         while True:
             asked: list[str] = []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -256,3 +259,34 @@ def test_a_write_that_torch_loses_is_refused() -> None:
     step(torch.float32)
     with pytest.raises(fxpipe.RunError, match=r"writes scale, a number in float64 without dimensions"):
         step(torch.float64)
+
+
+AFTER_A_CAPTURE = """
+import torch
+import fxpipe
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+pipe = fxpipe.Topology([("pipe", 2)])
+example = (torch.ones(4, 4),)
+fxpipe.compile(model, pipe, boundaries=["1"], loss_fn=lambda y: y.mean(), tracer="TRACER", example_args=example)
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def compiled(x):
+    return 2 * x if torch.compiler.is_compiling() else x
+
+
+print(compiled(torch.ones(())).item())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tracer", ["export", "record"])
+def test_code_that_is_compiled_after_a_capture_asks_as_before(tracer: str, tmp_path: Path) -> None:
+    """TorchDynamo, which a capture imports first, kept the replaced function, and could not compile its calls.
+
+    Only a process of its own has not imported TorchDynamo before.
+    """
+    (tmp_path / "program.py").write_text(AFTER_A_CAPTURE.replace("TRACER", tracer))
+    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert ran.stdout == "2.0\n", ran.stderr

@@ -29,7 +29,7 @@ from fxpipe.patches import Replacement
 from fxpipe.seeds import RandomState
 from fxpipe.snapshots.snapshot import Memo, forget, storage_of
 from fxpipe.torch_compat.autograd import function_apply
-from fxpipe.torch_compat.export import PythonKeyTracer, import_dynamo
+from fxpipe.torch_compat.export import PythonKeyTracer
 from fxpipe.torch_compat.modules import RECURRENT_CACHES
 from fxpipe.trace.attributes import AssignedBuffers, CallAttributes, CaptureGuard
 from fxpipe.trace.patching import DRAWN, KEEPS, UNREGISTERED, backward_hooks, refuse, refusing
@@ -56,7 +56,6 @@ class TracingGuard(CaptureGuard):
         # 1. around the export
         for root in self.roots:
             _refuse_backward_hooks(root)
-        import_dynamo()
         with super().preserving():
             yield
 

@@ -67,7 +67,7 @@ class Repeats:
         self.followed = 0
         """The number of calls of layers that followed a record."""
         cut = [*request.cuts, *(region.path for region in request.whole)]
-        parts = {path: part for path, part in request.module.named_modules() if next(part.children(), None)}
+        parts = {path: part for path, part in request.module.named_modules() if next(part.children(), None) is not None}
         alike = Counter((path.rpartition(".")[0], type(part)) for path, part in parts.items())
         self._layers = {
             id(vars(part)): (part, _structure(part))

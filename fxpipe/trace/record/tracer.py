@@ -34,7 +34,6 @@ from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import pytree
-from fxpipe.torch_compat.export import import_dynamo
 from fxpipe.trace.cuts.cutting import check_boundaries, cutting
 from fxpipe.trace.fake import FakeModel, fake_model, refuse_objects
 from fxpipe.trace.opaque.region_calls import Regions
@@ -59,7 +58,6 @@ def record(request: Request) -> Program:
     """
     assert request.example is not None
     refuse_objects(request.example)
-    import_dynamo()
     random = RandomState(own=request.generators)
     plan = RunPlan()
     try:
