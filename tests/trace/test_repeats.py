@@ -255,6 +255,56 @@ class PartlyUnderAutocast(Model):
         return x.mean()
 
 
+class Cache:
+    """As transformers' caches: an object that all layers are given, with a tensor for each."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def updated(self, number: int, x: Tensor) -> Tensor:
+        self.kept[number] = torch.cat([x, x])
+        return self.kept[number]
+
+
+class Caches(Layer):
+    def forward(self, x: Tensor, shift: Tensor, cache: Cache | None = None) -> Tensor:
+        assert cache is not None
+        return super().forward(cache.updated(self.number, x)[: len(x)], shift)
+
+
+class CountsCached(Caches):
+    """Forward depends on the number of cached tensors."""
+
+    def forward(self, x: Tensor, shift: Tensor, cache: Cache | None = None) -> Tensor:
+        assert cache is not None
+        return super().forward(x, shift, cache) * len(cache.kept)
+
+
+class WithCache(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, torch.ones(WIDTH), cache)
+        return x.mean()
+
+
+class ReadsCache(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, torch.ones(WIDTH), cache)
+        return x.mean() + sum(kept.sum() for kept in cache.kept.values())
+
+
+class CacheEach(Model):
+    """Each layer is given another object: what functions of torch do with it may differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, torch.ones(WIDTH), Cache())
+        return x.mean()
+
+
 MODELS: dict[str, tuple[Callable[[list[nn.Module]], nn.Module], type[Layer], int]] = {
     "a count of calls": (Counted, Counts, 0),
     "a tensor is kept": (Model, Keeps, 3),
@@ -265,6 +315,10 @@ MODELS: dict[str, tuple[Callable[[list[nn.Module]], nn.Module], type[Layer], int
     "changes modes": (Model, WithoutGradient, 0),
     "a weight is cast": (Model, Casts, 3),
     "several results": (OfPairs, TwoResults, 2),
+    "a cache": (WithCache, Caches, 2),
+    "a cache that is counted": (WithCache, CountsCached, 0),
+    "a cache that is read": (ReadsCache, Caches, 0),
+    "a cache for each": (CacheEach, Caches, 0),
     "called in two grad modes": (PartlyWithoutGradient, Layer, 1),
     "called under autocast": (PartlyUnderAutocast, Layer, 1),
 }

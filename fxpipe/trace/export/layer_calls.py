@@ -49,7 +49,17 @@ class LayerTensors:
         """The count of writes to each of ``outside``, at its first use."""
         self.made: list[Tensor] = []
         """The tensors that the layer's calls return."""
+        self.objects: list[Any] = []
+        """The layer's arguments that only their identity describes, such as a cache of keys and values."""
         self._known: dict[int, tuple[str, int]] = {}
+
+    def given(self, arguments: Any) -> Description:
+        """Describes the layer's arguments."""
+        for leaf in pytree.tree_leaves(arguments):
+            if not isinstance(leaf, (Tensor, slice, *PLAIN_LEAF)):
+                self._known[id(leaf)] = "objects", len(self.objects)
+                self.objects.append(leaf)
+        return self.described(arguments)
 
     def described(self, value: Any) -> Description:
         """Describes a value; a new tensor in it is from outside."""
@@ -68,12 +78,14 @@ class LayerTensors:
     def filled(self, description: Description, made: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
         """The described value. ``made``: the tensors for those that calls return."""
         structure, leaves = description
-        tensors = {"outside": self.outside, "made": made}
-        return pytree.tree_unflatten([tensors[kind][of] if kind in tensors else of for kind, of in leaves], structure)
+        values = {"outside": self.outside, "made": made, "objects": self.objects}
+        return pytree.tree_unflatten([values[kind][of] if kind in values else of for kind, of in leaves], structure)
 
     def _leaf(self, leaf: Any) -> tuple[Any, Any]:
+        if id(leaf) in self._known:
+            return self._known[id(leaf)]
         if isinstance(leaf, Tensor):
-            return self._known.get(id(leaf)) or self._from_outside(leaf)
+            return self._from_outside(leaf)
         if isinstance(leaf, slice):
             return slice, self.described([leaf.start, leaf.stop, leaf.step])
         if not isinstance(leaf, PLAIN_LEAF) or (isinstance(leaf, torch.Size) and _is_symbolic(leaf)):
@@ -157,6 +169,7 @@ class LayerRecord:
     """
 
     number: int
+    name: str
     plain: Mapping[tuple[str, str], Any]
     calls: Sequence[tuple[Any, Description, Description]]
     kinds: Sequence[Any]

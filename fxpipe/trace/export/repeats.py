@@ -70,7 +70,7 @@ class Repeats:
         parts = {path: part for path, part in request.module.named_modules() if next(part.children(), None) is not None}
         alike = Counter((path.rpartition(".")[0], type(part)) for path, part in parts.items())
         self._layers = {
-            id(vars(part)): (part, _structure(part))
+            id(vars(part)): (part, path.rpartition(".")[2], _structure(part))
             for path, part in parts.items()
             if alike[path.rpartition(".")[0], type(part)] > 1 and not any(name.startswith(f"{path}.") for name in cut)
         }
@@ -80,7 +80,7 @@ class Repeats:
     def watched(self) -> AbstractContextManager[None]:
         """While this context is open, a layer that repeats another layer is not traced. Enter it outside of cuts."""
         self._records.clear()
-        return handled([(part, "forward") for part, _ in self._layers.values()], self._call)
+        return handled([(part, "forward") for part, *_ in self._layers.values()], self._call)
 
     def check_outside(self, values: Iterable[Any]) -> None:
         """``Differs`` for a stand-in among these values: nothing computes it."""
@@ -93,13 +93,14 @@ class Repeats:
         graph, run = traced_graph(), partial(inner, *args, **kwargs)
         if graph is None or self._is_inside:
             return run()
-        layer, structure = self._layers[key[0]]
-        call = _LayerCall(graph, LayerTensors(), layer, run)
+        layer, name, structure = self._layers[key[0]]
+        call = _LayerCall(graph, LayerTensors(), layer, name, run)
         try:
-            given = call.tensors.described((args, dict(kwargs)))
+            given = call.tensors.given((args, dict(kwargs)))
         except Unrepeatable:
             return run()
-        like = structure, torch.is_grad_enabled(), ambient_autocast(), given, tuple(call.tensors.kinds)
+        same = tuple(map(id, call.tensors.objects))
+        like = structure, torch.is_grad_enabled(), ambient_autocast(), given, tuple(call.tensors.kinds), same
         self._is_inside = True
         try:
             return self._known_or_traced(call, like)
@@ -111,7 +112,7 @@ class Repeats:
         if records is None:
             return call.run()
         for record in records:
-            if record.plain == _plain(call.layer, record.plain):
+            if call.has_values_of(record):
                 self.followed += 1
                 return call.follow(record)
         number = sum(len(records or ()) for records in self._records.values())
@@ -122,12 +123,21 @@ class Repeats:
 
 @dataclass(frozen=True)
 class _LayerCall:
-    """One call of a layer in an export. ``run``: calls its forward."""
+    """One call of a layer in an export. ``name``: the layer's, in its parent; ``run``: calls its forward."""
 
     graph: fx.Graph
     tensors: LayerTensors
     layer: nn.Module
+    name: str
     run: Callable[[], Any]
+
+    def has_values_of(self, record: LayerRecord) -> bool:
+        """Whether the layer has the record's plain values, but for its own number, such as ``layer_idx``."""
+        values, names = _plain(self.layer, record.plain), (record.name, self.name)
+        pairs = [(was, values.get(key)) for key, was in record.plain.items()]
+        return len(values) == len(pairs) and all(
+            was == value or (type(value) is int and (f"{was}", f"{value}") == names) for was, value in pairs
+        )
 
     def follow(self, record: LayerRecord) -> Any:
         """Compares the call with a record, and adds an operator in place of the layer's nodes."""
@@ -169,7 +179,9 @@ class _LayerCall:
                 used.meta.setdefault(_OUTSIDE, []).append((number, index))
         paths = {id(vars(part)): path for path, part in self.layer.named_modules()}
         plain = _plain(self.layer, [(paths[owner], name) for owner, name in read if owner in paths])
-        record = LayerRecord(number, plain, recording.calls, list(self.tensors.kinds), stand_ins, described, returned)
+        record = LayerRecord(
+            number, self.name, plain, recording.calls, list(self.tensors.kinds), stand_ins, described, returned
+        )
         return self._result(record), record
 
     def _result(self, record: LayerRecord) -> Any:
