@@ -43,6 +43,7 @@ class Adds(nn.Module):
 def contestants(parameters: int) -> tuple[dict[str, Call], fxpipe.ForwardBackward]:
     """What to measure, each behind a clearing of its gradients."""
     x, own, theirs = torch.randn(4, 16), Adds(parameters), DistributedDataParallel(Adds(parameters))
+    numbers = torch.zeros(8)
     step = fxpipe.compile(own, fxpipe.Topology([("pipe", 1), ("data", 2)]), microbatches=1)
 
     def ddp_evaluates() -> None:
@@ -56,6 +57,7 @@ def contestants(parameters: int) -> tuple[dict[str, Call], fxpipe.ForwardBackwar
         "DDP's step": lambda: theirs(x).backward(),
         "evaluate": lambda: step.evaluate(x, outputs="loss"),
         "DDP's evaluate": ddp_evaluates,
+        "an all-reduce of 8 numbers": lambda: dist.all_reduce(numbers),
     }
     for _ in range(5):
         for call in calls.values():
