@@ -144,12 +144,13 @@ class HostCopies:
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
 
-    def out(self, sources: Sequence[DeviceBytes]) -> OnHost:
-        """Starts copies to the host. After them, the memory of the sources may be freed."""
+    def out(self, sources: Sequence[DeviceBytes], mark: Callable[[], None] | None = None) -> OnHost:
+        """Starts copies to the host. After them, the memory of the sources may be freed. ``mark``: called before and
+        after the copies, on their stream."""
         sizes = tuple([end - begin for _, begin, end in sources])
         unused = self._unused.get(sizes)
         on_host = unused.pop() if unused else self._laid_out(sizes)
-        with self._beside(on_host, to_host=True):
+        with self._beside(on_host, True, mark):
             window = self._bytes.new_empty(0)
             for (storage, begin, _), pieces in zip(sources, on_host.pieces, strict=True):
                 for piece in pieces:
@@ -159,11 +160,11 @@ class HostCopies:
                     begin += size
         return on_host
 
-    def back(self, on_host: OnHost) -> list[Tensor]:
-        """Starts copies to new memory of the device. After them, the memory may be used."""
+    def back(self, on_host: OnHost, mark: Callable[[], None] | None = None) -> list[Tensor]:
+        """Starts copies to new memory of the device. After them, the memory may be used. ``mark`` as in ``out``."""
         new = self._bytes.new_empty
         there = [new(size) for size in on_host.sizes]
-        with self._beside(on_host, to_host=False):
+        with self._beside(on_host, False, mark):
             for tensor, pieces in zip(there, on_host.pieces, strict=True):
                 parts = (tensor,) if len(pieces) == 1 else torch.split(tensor, [piece.nbytes for piece in pieces])
                 for part, piece in zip(parts, pieces, strict=True):
@@ -175,16 +176,21 @@ class HostCopies:
         return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @contextmanager
-    def _beside(self, on_host: OnHost, to_host: bool) -> Iterator[None]:
+    def _beside(self, on_host: OnHost, to_host: bool, mark: Callable[[], None] | None) -> Iterator[None]:
         """Copies inside run on the stream of their direction."""
+        mark = mark or (lambda: None)
         if not self._is_beside:
+            mark()
             yield
+            mark()
             return
         # The rank's stream has made the sources, and has ended with what had the targets' memory before.
         stream = self._streams.get(to_host) or self._streams.setdefault(to_host, torch.Stream(self.device))
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
+            mark()
             yield
+            mark()
         on_host.copied = stream.record_event()
 
     def wait(self, on_host: OnHost) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from unittest import mock
@@ -50,8 +50,8 @@ def leaving() -> Iterator[list[Left]]:
     left: list[Left] = []
     plain = Offloaded.leave
 
-    def leave(self: Offloaded) -> None:
-        plain(self)
+    def leave(self: Offloaded, mark: Callable[[], None] | None = None) -> None:
+        plain(self, mark)
         memories = self._memories.values()
         tensors = sum(away.memory.storage is not None for away in self._away)
         left.append(Left(tensors, len(memories), sum(memory.end - memory.begin for memory in memories)))

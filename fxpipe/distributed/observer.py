@@ -6,7 +6,8 @@ step, and an action calls the methods that they define, no others.
   1. on_step   a part of the step has ended, such as the agreement on the batch
   2. on_wait   the process is ready for an action, and waits for its inputs
   3. on_start  the inputs are there, and the action starts
-  4. on_end    the action has ended
+  4. on_copy   a copy of activations that the action began starts, or ends
+  5. on_end    the action has ended
 
 The first observer of a step is the first to see a start, and the last to see an end: it sees the others' work, too.
 """
@@ -38,6 +39,10 @@ class StepObserver:
     def on_start(self, action: Action, stage: Stage, arrived: Sequence[Any]) -> None:
         """An action starts. ``arrived``: the values for a forward; for B and I, the gradients of ``stage.outputs``."""
 
+    def on_copy(self, action: Action) -> None:
+        """Activations are copied, and the copies' stream is the current stream. The call is made twice: before the
+        copies and after them. ``action``: the F whose activations leave, or the P that brings them back."""
+
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
         """An action has ended. ``made``: a forward's ``stage.outputs``, and then the model's result if the stage
         returns it; for B and I, the gradients of ``stage.inputs``; empty for other actions."""
@@ -51,12 +56,13 @@ class Watched(NamedTuple):
 
     on_wait: Sequence[Callable[[Action], None]] = ()
     on_start: Sequence[Callable[[Action, Stage, Sequence[Any]], None]] = ()
+    on_copy: Sequence[Callable[[Action], None]] = ()
     on_end: Sequence[Callable[[Action, Stage, Sequence[Any]], None]] = ()
 
     @staticmethod
     def by(observers: Sequence[StepObserver]) -> Watched:
-        waits, starts, ends = (_defined(observers, name) for name in Watched._fields)
-        return Watched(waits, starts, ends[::-1])
+        *others, ends = (_defined(observers, name) for name in Watched._fields)
+        return Watched(*others, ends[::-1])
 
 
 def _defined(observers: Sequence[StepObserver], name: str) -> list[Callable[..., None]]:

@@ -74,6 +74,14 @@ class Reduced(NamedTuple):
     end: float
 
 
+class Copied(NamedTuple):
+    """Seconds on the host's clock: when the copy of an action's activations started, and when it was done."""
+
+    action: Action
+    start: float
+    end: float
+
+
 class Elapsed(NamedTuple):
     """The end of a part of a step, in seconds on the host's clock; the first, unnamed entry is the step's beginning."""
 
@@ -84,8 +92,8 @@ class Elapsed(NamedTuple):
 class Stopwatch(StepObserver):
     """Records three marks per action: when the wait for its inputs begins, when it starts, and when it ends.
 
-    Records the end of each part of the step; and two marks for collectives that overlap the actions, of which any
-    thread may record the second.
+    Records the end of each part of the step; and two marks each for copies, and for collectives that overlap the
+    actions, of which any thread may record the second.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -94,6 +102,7 @@ class Stopwatch(StepObserver):
         self._actions: list[Action] = []
         self._parts: list[tuple[str, Any]] = []
         self._started: list[list[Any]] = []  # what, its start, its end
+        self._copied: list[tuple[Action, Any]] = []
         self._waits = False
 
     def on_wait(self, action: Action) -> None:
@@ -109,6 +118,9 @@ class Stopwatch(StepObserver):
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
         self._moments.append(self._now())
         self._actions.append(action)
+
+    def on_copy(self, action: Action) -> None:
+        self._copied.append((action, self._now()))
 
     def on_step(self, part: str) -> None:
         self._parts.append((part, self._now()))
@@ -129,6 +141,12 @@ class Stopwatch(StepObserver):
         """Returns the parts of the step in order; ``ahead`` as in ``laps``."""
         moments = self._clock.seconds([mark for _, mark in self._parts])
         return [Elapsed(what, moment - ahead) for (what, _), moment in zip(self._parts, moments, strict=True)]
+
+    def copies(self, ahead: float = 0.0) -> list[Copied]:
+        """Returns the copies in the order in which they were started; ``ahead`` as in ``laps``."""
+        moments = [moment - ahead for moment in self._clock.seconds([mark for _, mark in self._copied])]
+        actions = [action for action, _ in self._copied[::2]]
+        return [Copied(*copy) for copy in zip(actions, moments[::2], moments[1::2], strict=True)]
 
     def reductions(self, ahead: float = 0.0) -> list[Reduced]:
         """Returns the collectives that have ended, in the order of their starts; ``ahead`` as in ``laps``."""

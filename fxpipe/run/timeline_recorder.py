@@ -12,14 +12,14 @@ import torch
 
 from fxpipe.distributed.collective import PeerLost
 from fxpipe.distributed.observer import ACTIONS
-from fxpipe.distributed.stopwatch import Elapsed, Lap, Reduced, Stopwatch, clock_of
+from fxpipe.distributed.stopwatch import Copied, Elapsed, Lap, Reduced, Stopwatch, clock_of
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plain_data import admitted
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.action_times import Reduction, Span
+from fxpipe.schedules.action_times import Copy, Reduction, Span, awaits_copy
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.kinds import BACKWARD, KINDS, Kind
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Kind, Lane
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
@@ -68,9 +68,10 @@ class TimelineRecorder:
         """Returns the start and end of each action of the last timed step. A collective call of a pipe group."""
         schedule, stopwatch = self._recorded("pipe")
         ahead, in_turns = clock_offset(self._transport), self._transport.pipe_rank is None
-        mine = stopwatch.laps(ahead), stopwatch.reductions(ahead), stopwatch.parts(ahead)
-        laps, reductions, courses = zip(*self._transport.gather("pipe", mine), strict=True)
-        return timeline_of(schedule, itertools.chain(*laps), in_turns, reductions, courses)
+        mine = stopwatch.laps(ahead), stopwatch.reductions(ahead), stopwatch.parts(ahead), stopwatch.copies(ahead)
+        laps, reductions, courses, copies = zip(*self._transport.gather("pipe", mine), strict=True)
+        chain = itertools.chain.from_iterable
+        return timeline_of(schedule, chain(laps), in_turns, reductions, courses, chain(copies))
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Returns each stage's costs in the last timed step, averaged over replicas. A collective call of all ranks.
@@ -107,11 +108,12 @@ def timeline_of(
     in_turns: bool = False,
     reductions: Iterable[Iterable[Reduced]] = (),
     courses: Sequence[Sequence[Elapsed]] = (),
+    copies: Iterable[Copied] = (),
 ) -> Timeline:
     """Returns the measured timeline of a step, in seconds from the start of its first action.
 
-    ``laps``: of all ranks on one clock. ``in_turns``: whether a single process plays all ranks, so that a hop takes no
-    time. ``reductions``: a list for each process. ``courses``: the parts of the step for each process.
+    ``laps``, ``copies``: of all ranks on one clock. ``in_turns``: whether a single process plays all ranks, so that a
+    hop takes no time. ``reductions``: a list for each process. ``courses``: the parts of the step for each process.
     """
     every = sorted(laps, key=lambda lap: lap.start)
     first = every[0].start if every else 0.0
@@ -122,8 +124,13 @@ def timeline_of(
         for rank, row in enumerate(reductions)
         for reduction in row
     )
+    copied = tuple(
+        Copy(schedule.rank(action), lane, action, start - first, end - first)
+        for action, start, end in copies
+        for lane in [Lane.OUT if action.kind.messages is FORWARD else Lane.BACK]
+    )
     costs = _costs(schedule, spans, 0.0 if in_turns else _hop(schedule, spans, since))
-    timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside)
+    timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside, copies=copied)
     spells: list[Spell] = []
     for rank, course in enumerate(courses):
         ranks = range(len(schedule.rows)) if in_turns else (rank,)
@@ -139,8 +146,9 @@ def _spells(
     ran = [part.what for part in course].index(ACTIONS)
     moments = [(BEFORE, part.what, part.end) for part in course[1:ran]]
     kind, what = BEFORE, course[ran - 1].what  # the part before the first action lasts until that action
+    copies = {copy.action: copy for copy in timeline.copies}
     for lap in laps:
-        source = _awaited(timeline, lap.action, ranks)
+        source = _awaited(timeline, lap.action, ranks, copies)
         moments.append((kind, what, lap.since))
         moments.append((WAITING, source, lap.start) if source else (BETWEEN, "", lap.start))
         moments.append((COMPUTE, str(lap.action), lap.end))
@@ -156,13 +164,19 @@ def _spells(
         now = end
 
 
-def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int]) -> str:
-    """Names the last made of the messages that an action takes from other processes; empty if the action takes none."""
-    rank = timeline.schedule.rank
-    others = timeline.schedule.dependencies.before(action)
-    sources = [action for action in others if action in timeline.spans and rank(action) not in ranks]
-    last = max(sources, key=lambda action: timeline.spans[action].end, default=None)
-    return f"{last} from rank {rank(last)}" if last is not None else ""
+def _awaited(timeline: Timeline, action: Action, ranks: Sequence[int], copies: Mapping[Action, Copy]) -> str:
+    """Names the last of what an action waits for: a message from another process, or a copy that was not done when its
+    rank was ready. Empty if the action waits for nothing. ``copies``: by the action that began the copy."""
+    spans, rank = timeline.spans, timeline.schedule.rank
+    before = timeline.schedule.dependencies.before(action)
+    causes = [
+        (spans[other].end, f"{other} from rank {rank(other)}")
+        for other in before
+        if other in spans and rank(other) not in ranks
+    ]
+    waited = (copies[other] for other in before if other in copies and awaits_copy(action, other))
+    causes += [(copy.end, copy.what) for copy in waited if copy.end > timeline.since[action]]
+    return max(causes, default=(0.0, ""))[1]
 
 
 def _costs(schedule: Schedule, spans: Mapping[Action, Span], hop: float) -> Costs:

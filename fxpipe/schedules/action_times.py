@@ -12,7 +12,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
-from fxpipe.schedules.kinds import BACKWARD, Lane
+from fxpipe.schedules.kinds import BACKWARD, Kind, Lane
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.step_breakdown import Spell, Spent, spent
 
@@ -46,6 +46,16 @@ class Copy(NamedTuple):
     action: Action
     start: float
     end: float
+
+    @property
+    def what(self) -> str:
+        """The copy in words: ``0F3 to the host``."""
+        return f"{self.action._replace(kind=Kind.F)} {self.lane.value}"
+
+
+def awaits_copy(action: Action, other: Action) -> bool:
+    """Whether an action waits for the copy that ``other`` has begun, and not for ``other`` alone."""
+    return other.kind.lane is Lane.BACK or action.kind.lane is Lane.OUT
 
 
 class Reduction(NamedTuple):

@@ -22,7 +22,7 @@ from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.show.words import headline
 from fxpipe.schedules.simulate import makespan, simulate
 from fxpipe.schedules.step_breakdown import in_csv, tabulated
-from fxpipe.schedules.table import table
+from fxpipe.schedules.table import copies_in_words, table
 from fxpipe.schedules.verify import verify
 from fxpipe.small_file import write_whole
 
@@ -185,6 +185,8 @@ class Timeline(ActionTimes):
         if self.reductions:
             early, all_of_them = len(self.overlapped), len(self.reductions)
             text += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
+        if self.measured and self.copies:
+            text += f"\n{copies_in_words(self)}"
         return f"{text}\n{tabulated(self.spells)}" if self.spells else text
 
     def __repr__(self) -> str:

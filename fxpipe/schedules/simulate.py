@@ -9,7 +9,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
-from fxpipe.schedules.action_times import ActionTimes, Copy, Span
+from fxpipe.schedules.action_times import ActionTimes, Copy, Span, awaits_copy
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
 from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Kind, Lane
@@ -72,7 +72,7 @@ class _Lanes:
     def awaited(self, action: Action, before: Iterable[Action]) -> Iterator[tuple[float, Action]]:
         """Yields the end of the copy that an action waits for, and the action that began the copy."""
         for other in before if self.copies else ():
-            if other in self.copies and (other.kind.lane is Lane.BACK or action.kind.lane is Lane.OUT):
+            if other in self.copies and awaits_copy(action, other):
                 yield self.copies[other].end, other
 
 

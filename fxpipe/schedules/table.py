@@ -13,6 +13,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.dependency import in_steps
+from fxpipe.schedules.kinds import Lane
 
 Step = tuple[Action | None, ...]
 """A column of the table: the action of each rank in that step, None if the rank idles."""
@@ -257,6 +258,15 @@ def _times(timeline: ActionTimes) -> str:
         others.append(f"a copy = {costs.copy[0]:g} F")
     at = f" at {', '.join(others)}" if others else ""
     return f"{bubble}, makespan {makespan:g} F (lower bound {bound:g} F){at}"
+
+
+def copies_in_words(timeline: ActionTimes) -> str:
+    """How long the copies of a measured step took, and how long ranks waited for them."""
+    took = {lane: sum(copy.end - copy.start for copy in timeline.copies if copy.lane is lane) for lane in Lane}
+    names = {copy.what for copy in timeline.copies}
+    waited = sum(spell.duration for spell in timeline.spells if spell.what in names)
+    lanes = ", ".join(f"{in_seconds(time)} {lane.value}" for lane, time in took.items())
+    return f"copies of all ranks: {lanes}; the ranks waited for them {in_seconds(waited)}"
 
 
 def in_seconds(time: float) -> str:

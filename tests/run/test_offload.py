@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -497,8 +498,8 @@ def test_a_step_that_failed_is_repeated_with_equal_bits_and_holds_nothing(family
     left = list[weakref.ref[Any]]()
     plain = Offloaded.leave
 
-    def leave(self: Offloaded) -> None:
-        plain(self)
+    def leave(self: Offloaded, mark: Any) -> None:
+        plain(self, mark)
         left.append(weakref.ref(self))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -510,6 +511,22 @@ def test_a_step_that_failed_is_repeated_with_equal_bits_and_holds_nothing(family
     assert not any(ref() for ref in left)
     for got, wanted in zip(gradients(forward_backward), gradients(three(partial(Fails, 4), family)), strict=True):
         assert_same(got, wanted, family)
+
+
+def test_a_timeline_has_the_copies_of_a_step() -> None:
+    forward_backward = three(partial(nn.Linear, WIDTH, WIDTH), Offloading("1f1b"))
+    forward_backward.record_timeline()
+    gradients(forward_backward)
+    timeline = forward_backward.timeline()
+    offloaded = [action for action in timeline.spans if action.kind.letter == "O"]
+    assert len(offloaded) == 3 * 8
+    spans = {str(action): span for action, span in timeline.spans.items()}
+    assert len(timeline.copies) == 2 * len(offloaded)
+    for copy in timeline.copies:  # on the CPU the host copies, while the action that began the copy runs
+        assert copy.rank == timeline.schedule.rank(copy.action)
+        assert spans[str(copy.action)].start <= copy.start <= copy.end <= spans[str(copy.action)].end
+    said = r"copies of all ranks: \S+ ms to the host, \S+ ms from the host; the ranks waited for them 0 ms"
+    assert re.search(said, str(timeline))
 
 
 def test_the_batch_and_parameters_stay(moved: list[Left]) -> None:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Schedule
 from fxpipe.device import HostCopies, OnHost
-from fxpipe.run.actions.actions import BoundAction
-from fxpipe.run.actions.offload import Offloaded
+from fxpipe.run.actions.actions import BackwardAction, BoundAction, Offload
 from fxpipe.schedules.action import Action
+from fxpipe.schedules.schedule import Timeline
 from tests import simulated_gpu
 from tests.gpus import Gpus
-from tests.offload_work import Case, Measured, steps_of
-from tests.virtual_work import Setting, chain
+from tests.offload_work import Case, Measured, compiled, steps_of
+from tests.virtual_work import MS, Setting, chain
 from tests.whole.test_virtual_time import ALIKE, FOLDED, TOWERS
 
 HALF = (0.5,) * 8
@@ -55,6 +55,46 @@ CASES = {
 
 COPIES = (0.0, 0.25, 0.5, 1.0, 2.0)
 """The times of a copy, in forwards."""
+
+
+def timelines(case: Case, copy: float) -> tuple[Timeline, Timeline]:
+    """A steady step's timeline as measured, and as planned, in ms. All ranks call it."""
+    simulated_gpu.costs(**simulated_gpu.STRUCTURE)
+    forward_backward = compiled(case)
+    batch = torch.arange(4.0 * case.setting.microbatches, device="cuda").reshape(-1, 4) / 7
+    for _ in range(2):
+        forward_backward(batch)
+    simulated_gpu.costs(copy_latency=copy * MS)
+    forward_backward.record_timeline()
+    forward_backward(batch)
+    simulated_gpu.costs(copy_latency=0)
+    measured, planned = forward_backward.timeline(), forward_backward.schedule.simulate(case.costs(copy))
+    forward_backward.close()
+    return measured, planned
+
+
+def times_of_copies(timeline: Timeline, unit: float = 1) -> dict[tuple[int, str], tuple[float, float]]:
+    """The start and the end of each copy, from its rank's first action on: simulated GPUs have no common clock."""
+    first = [unit * min(timeline.spans[action].start for action in row) for row in timeline.schedule.rows]
+    return {
+        (copy.rank, copy.what): (unit * copy.start - first[copy.rank], unit * copy.end - first[copy.rank])
+        for copy in timeline.copies
+    }
+
+
+def test_a_timeline_has_the_copies_when_the_plan_has_them(gpus: Gpus) -> None:
+    """In room for one copy at a time, copies of 2 F queue up in their lane, and backwards wait for them."""
+    measured, planned = gpus.run(timelines, CASES["1f1b"], 2.0, ranks=4)[0]
+    assert len(planned.copies) > 8
+    expected, found = times_of_copies(planned), times_of_copies(measured, 1e3)
+    assert found.keys() == expected.keys()
+    for key, times in expected.items():
+        assert found[key] == pytest.approx(times, abs=1e-3), key
+    waits = {spell.what for spell in measured.spells if spell.category == "waiting"}
+    awaited = {f"{cause} to the host" for action, cause in planned.awaited.items() if action.kind.letter == "O"}
+    assert awaited
+    assert awaited <= waits
+    assert "copies of all ranks: " in str(measured)
 
 
 def assert_as_planned(case: Case, copies: Sequence[float], gpus: Gpus) -> None:
@@ -134,33 +174,27 @@ def test_all_that_autograd_has_saved_is_free_after_o(halves: bool, gpus: Gpus) -
     assert behind["0P0"] - behind["1W0" if halves else "1B0"] == behind["0F0"] - behind["0O0"]
 
 
-def waits_for_nothing(method: str) -> Any:
-    """An offload's method does not let the rank's stream wait."""
-    plain = getattr(Offloaded, method)
-
-    def without(self: Offloaded) -> None:
-        with mock.patch.object(HostCopies, "wait"):
-            plain(self)
-
-    return mock.patch.object(Offloaded, method, without)
+def waits_for_nothing(action: type[BoundAction]) -> Any:
+    """An action does not let the rank's stream wait for copies."""
+    return mock.patch.object(action, "await_copies")
 
 
 def begins_at_once(method: str) -> Any:
     """Copies one way do not wait for the rank's stream, but for their own."""
     plain = getattr(HostCopies, method)
 
-    def without(self: HostCopies, copied: Any) -> Any:
+    def without(self: HostCopies, copied: Any, mark: Any) -> Any:
         own = self._streams.get(method == "out") or torch.cuda.current_stream()
         with mock.patch.object(torch.accelerator, "current_stream", return_value=own):
-            return plain(self, copied)
+            return plain(self, copied, mark)
 
     return mock.patch.object(HostCopies, method, without)
 
 
 ORDERINGS = {
     "none": contextlib.nullcontext,
-    "O waits for the copy": partial(waits_for_nothing, "release"),
-    "B waits for the copy": partial(waits_for_nothing, "arrive"),
+    "O waits for the copy": partial(waits_for_nothing, Offload),
+    "B waits for the copy": partial(waits_for_nothing, BackwardAction),
     "a copy to the host waits for F": partial(begins_at_once, "out"),
     "a copy to the device waits for its memory": partial(begins_at_once, "back"),
 }
@@ -191,8 +225,8 @@ def a_step_that_fails() -> list[float]:
         copies = iter(range(number))
 
         @contextlib.contextmanager
-        def fails(self: HostCopies, on_host: OnHost, to_host: bool, copies: Any = copies) -> Any:
-            with beside(self, on_host, to_host):
+        def fails(self: HostCopies, on_host: OnHost, to_host: bool, mark: Any, copies: Any = copies) -> Any:
+            with beside(self, on_host, to_host, mark):
                 yield
             if next(copies, None) is None:
                 raise ZeroDivisionError

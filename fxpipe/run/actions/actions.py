@@ -194,6 +194,7 @@ class BoundAction:
         for on_wait in watched.on_wait:
             on_wait(action)
         arrived = [take() for take in self.takes]
+        self.await_copies()
         for on_start in watched.on_start:
             on_start(action, stage, arrived)
         try:
@@ -205,6 +206,20 @@ class BoundAction:
             on_end(action, stage, made)
         if self._sums:
             parameters.after(action)
+
+    def await_copies(self) -> None:
+        """The rank's stream waits for the copies of activations that the action needs."""
+
+    def mark_of_copies(self) -> Callable[[], None] | None:
+        """The function that tells observers that copies start, or have ended; None if no observer asks."""
+        if not (watching := self.executor.step.watched.on_copy):
+            return None
+
+        def mark() -> None:
+            for on_copy in watching:
+                on_copy(self.action)
+
+        return mark
 
     def run(self, arrived: list[Any]) -> Sequence[Any]:
         """Runs the stage. ``arrived``: the values that ``takes`` returned. Returns the values for other stages, or the
@@ -288,7 +303,7 @@ class ForwardAction(BoundAction):
             residuals.offloaded = Offloaded(executor.copies, stays, stage.name)
             with residuals.offloaded.saving():
                 results = run(*inputs)
-            residuals.offloaded.leave()
+            residuals.offloaded.leave(self.mark_of_copies())
             return results
 
         return run_and_offload
@@ -358,6 +373,10 @@ class Recomputation(BoundAction):
 class Offload(BoundAction):
     """O: the activations have left for the host's memory."""
 
+    def await_copies(self) -> None:
+        assert self.residuals.offloaded is not None
+        self.residuals.offloaded.wait()
+
     def run(self, arrived: list[Any]) -> Sequence[Any]:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.release()
@@ -369,7 +388,7 @@ class Prefetch(BoundAction):
 
     def run(self, arrived: list[Any]) -> Sequence[Any]:
         assert self.residuals.offloaded is not None
-        self.residuals.offloaded.fetch()
+        self.residuals.offloaded.fetch(self.mark_of_copies())
         return ()
 
 
@@ -386,6 +405,10 @@ class BackwardAction(BoundAction):
             if isinstance(edge, Edge) and stages[edge.source].has_backward
         ]
         self.slots = self.bound_outputs()
+
+    def await_copies(self) -> None:
+        if self.residuals.offloaded is not None:
+            self.residuals.offloaded.wait()
 
     def bound_outputs(self) -> list[int]:
         return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]

@@ -17,7 +17,7 @@ B fails, as without offload. A later write is no error: the host has the values 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,8 +192,8 @@ class Offloaded:
             there = there[:-uneven]
         return there.view(dtype).as_strided(size, stride, offset - memory.begin // width)
 
-    def leave(self) -> None:
-        """After F: starts the copies to the host."""
+    def leave(self, mark: Callable[[], None] | None = None) -> None:
+        """After F: starts the copies to the host. ``mark``: called at the beginning and at the end of the copies."""
         for away in self._away:
             # What was written since it was saved stays, so that its version tells.
             if away.tensor is not None and saved_version(away.tensor) != away.version:
@@ -208,12 +208,15 @@ class Offloaded:
             memory.begin = memory.begin // _ALIGNED * _ALIGNED
             parts.append(DeviceBytes(storage, memory.begin, end))
             memories[key] = memory
-        self._memories, self._on_host = memories, self.copies.out(parts)
+        self._memories, self._on_host = memories, self.copies.out(parts, mark)
 
-    def release(self) -> None:
-        """O: the rank's stream waits for the copies; after them the device's memory is free."""
+    def wait(self) -> None:
+        """Before O and B: the rank's stream waits for the last copies."""
         assert self._on_host is not None
         self.copies.wait(self._on_host)
+
+    def release(self) -> None:
+        """O: the device's memory is free."""
         for away in self._away:
             tensor = away.tensor
             # Of what was written meanwhile, the host may have some of the new numbers.
@@ -227,17 +230,16 @@ class Offloaded:
             memory.storage = None
         self._away, self._wrapped = [], []
 
-    def fetch(self) -> None:
-        """P: starts the copies back."""
+    def fetch(self, mark: Callable[[], None] | None = None) -> None:
+        """P: starts the copies back. ``mark`` as in ``leave``."""
         assert self._on_host is not None
-        there = self.copies.back(self._on_host)
+        there = self.copies.back(self._on_host, mark)
         for memory, tensor in zip(self._memories.values(), there, strict=True):
             memory.there, memory.version = tensor, saved_version(tensor)
 
     def arrive(self) -> None:
-        """Before B: the rank's stream waits for the copies back. From now on autograd alone holds the tensors."""
+        """Before B, after ``wait``: from now on autograd alone holds the tensors."""
         assert self._on_host is not None
-        self.copies.wait(self._on_host)
         self.copies.reuse(self._on_host)
         self._memories, self._on_host = {}, None
 

@@ -310,11 +310,7 @@ def lanes(timeline: ActionTimes, rank: int) -> list[list[Bar]]:
     reductions = [
         Bar(each.what, "reduction", each.start, each.end) for each in timeline.reductions if each.rank == rank
     ]
-    copies = [
-        Bar(f"{each.action._replace(kind=Kind.F)} {each.lane.value}", "copy", each.start, each.end)
-        for each in timeline.copies
-        if each.rank == rank
-    ]
+    copies = [Bar(each.what, "copy", each.start, each.end) for each in timeline.copies if each.rank == rank]
     return [*_stacked(reductions), *_stacked(copies)]
 
 
