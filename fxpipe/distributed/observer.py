@@ -61,8 +61,8 @@ class Watched(NamedTuple):
 
     @staticmethod
     def by(observers: Sequence[StepObserver]) -> Watched:
-        *others, ends = (_defined(observers, name) for name in Watched._fields)
-        return Watched(*others, ends[::-1])
+        waits, starts, copies, ends = (_defined(observers, name) for name in Watched._fields)
+        return Watched(waits, starts, copies, ends[::-1])
 
 
 def _defined(observers: Sequence[StepObserver], name: str) -> list[Callable[..., None]]:
