@@ -453,10 +453,10 @@ def varying_marked(program: Program, stages: Sequence[Stage]) -> list[Stage]:
     # 3. Behind a region: sizes that the region returns change from step to step.
     symbols = {name for node in regions for out in node.users for name in _symbols(out)}
     sizes = {node.name: _symbols(node) for node in program.nodes}
-    for stage in stages if program.tracer == "symbolic" or symbols else ():
+    for stage in stages if program.holds_for_any_size or symbols else ():
         if any(isinstance(entry, Edge) and entry.source in behind for entry in stage.inputs):
             behind.add(stage.index)
-            if program.tracer == "symbolic" or any(sizes[edge.value] & symbols for edge in stage.outputs):
+            if program.holds_for_any_size or any(sizes[edge.value] & symbols for edge in stage.outputs):
                 varying.add(stage.index)
     # 4. A stage that trains nothing passes on whether its input needs a gradient.
     for stage in stages:
