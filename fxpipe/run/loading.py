@@ -340,7 +340,7 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
 
 def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
     """The target of each value that the checkpoint has ``there``: the optimizer's own value if the shape fits, or else
-    a new tensor, since the number, kind and shape of an optimizer's values may depend on its state."""
+    a new tensor. The number, kind and shape of an optimizer's values may depend on its state."""
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):

@@ -49,6 +49,7 @@ PRIVATE = {
     # Imported at their first use, as this takes a second; if the version is not TESTED, they are looked up at once.
     "torch._dynamo.backends.common": "aot_autograd",
     "torch._dynamo.source": "LocalSource",
+    "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers",
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",

@@ -20,8 +20,10 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
 def import_dynamo() -> None:
-    """Imports TorchDynamo, which stores torch's functions at its import; has to run before any of them is patched."""
+    """Imports TorchDynamo, and makes its table of functions that it handles itself, which it would make at its first
+    compilation. Both store functions of torch, so this has to run before any of them is patched."""
     importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._dynamo.variables.torch").TorchInGraphFunctionVariable._get_handlers()
 
 
 @contextlib.contextmanager

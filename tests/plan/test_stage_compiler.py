@@ -266,6 +266,7 @@ import torch
 import fxpipe
 
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+model[0].compile(backend="eager")
 pipe = fxpipe.Topology([("pipe", 2)])
 example = (torch.ones(4, 4),)
 fxpipe.compile(model, pipe, boundaries=["1"], loss_fn=lambda y: y.mean(), tracer="TRACER", example_args=example)
