@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fxpipe.torch_compat.operators import COPY_ALL, function_modes
 
 
 @functools.cache
@@ -78,6 +79,11 @@ def shared_name(device: torch.device) -> str:
     return device.type if device == current() else str(device)
 
 
+def default_device() -> str:
+    """The name of ``torch.get_default_device()``, with a fast path: a default other than CPU is a function mode."""
+    return shared_name(torch.get_default_device()) if function_modes() else "cpu"
+
+
 def by_shared_name(name: str) -> torch.device:
     """The device with this shared name; a name without an index is this process's own device."""
     return current() if name == current().type else torch.device(name)
@@ -106,23 +112,40 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 """Environment variables that hide all accelerators from a process."""
 
 
-class DeviceBytes(NamedTuple):
-    """Bytes of a storage of the device, from ``begin`` to ``end``."""
+Layouts = tuple[tuple[torch.dtype, torch.Size, tuple[int, ...]], ...]
+"""The types, shapes and strides of tensors whose elements fill their memory."""
+_WIDEST = 16
+"""The bytes of an element of the widest type. The host aligns each tensor to them."""
 
-    storage: torch.UntypedStorage
-    begin: int
-    end: int
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @dataclass(slots=True)
 class OnHost:
-    """Memory of the host for bytes of the device. ``sizes``: the bytes of each source. ``pieces``: where each source
-    is, in one page or in several. ``copied``: the event behind the last copy; None where the host itself copies."""
+    """Memory of the host for tensors of the device.
 
-    sizes: tuple[int, ...]
+    Args:
+        layouts: of the tensors.
+        pages: the memory.
+        pieces: its parts, in order. A tensor has one part of its own type and shape, or one in each of several pages.
+        cuts: for the index of a tensor that is in several pages, the elements of each part.
+        copied: the event behind the last copy; None where the host itself copies.
+    """
+
+    layouts: Layouts
     pages: list[Tensor] = field(default_factory=list)
-    pieces: list[list[Tensor]] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    cuts: dict[int, list[int]] = field(default_factory=dict)
     copied: torch.Event | None = None
+
+    def parts(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of tensors of these layouts, one for each of ``pieces``."""
+        if not self.cuts:
+            return tensors
+        parts = [torch.split(_flat(t), self.cuts[i]) if i in self.cuts else (t,) for i, t in enumerate(tensors)]
+        return [part for of_tensor in parts for part in of_tensor]
 
 
 class HostCopies:
@@ -132,48 +155,39 @@ class HostCopies:
 
     Pinned memory is taken in pages, and pages are used again: there are never more than were in use at once. A page has
     ``page`` bytes; the last of a copy has the power of two that is enough, which is what torch would take for it.
-    Pieces of pages are kept for sources of the same sizes.
+    Pieces of pages are kept for tensors of the same layouts.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._is_beside = device, is_accelerator(device)
-        self._unused: dict[tuple[int, ...], list[OnHost]] = {}  # sizes → memory for them
+        self._unused: dict[Layouts, list[OnHost]] = {}  # memory for tensors of these layouts
         self._pages: dict[int, list[Tensor]] = {}  # bytes → unused pages
         self._streams: dict[bool, torch.Stream] = {}  # whether to the host → stream
         self.least = 2**16 if self._is_beside else 1
         """The fewest bytes of a tensor that are worth a copy."""
         self.page = 2**25
 
-    def out(self, sources: Sequence[DeviceBytes], mark: Callable[[], None] | None = None) -> OnHost:
-        """Starts copies to the host. After them, the memory of the sources may be freed. ``mark``: called before and
-        after the copies, on their stream."""
-        sizes = tuple([end - begin for _, begin, end in sources])
-        unused = self._unused.get(sizes)
-        on_host = unused.pop() if unused else self._laid_out(sizes)
+    def out(self, sources: Sequence[Tensor], mark: Callable[[], None] | None = None) -> OnHost:
+        """Starts copies of such tensors to the host. After them, the memory of the sources may be freed. ``mark``:
+        called before and after the copies, on their stream."""
+        layouts = tuple([(source.dtype, source.shape, source.stride()) for source in sources])
+        unused = self._unused.get(layouts)
+        on_host = unused.pop() if unused else self._laid_out(layouts)
         with self._beside(on_host, True, mark):
-            window = self._bytes.new_empty(0)
-            for (storage, begin, _), pieces in zip(sources, on_host.pieces, strict=True):
-                for piece in pieces:
-                    size = piece.nbytes
-                    window.set_(storage, begin, (size,), (1,))
-                    piece.copy_(window, non_blocking=True)
-                    begin += size
+            if sources:
+                COPY_ALL(on_host.pieces, on_host.parts(sources), non_blocking=True)
         return on_host
 
     def back(self, on_host: OnHost, mark: Callable[[], None] | None = None) -> list[Tensor]:
         """Starts copies to new memory of the device. After them, the memory may be used. ``mark`` as in ``out``."""
-        new = self._bytes.new_empty
-        there = [new(size) for size in on_host.sizes]
+        there = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+            for dtype, shape, stride in on_host.layouts
+        ]
         with self._beside(on_host, False, mark):
-            for tensor, pieces in zip(there, on_host.pieces, strict=True):
-                parts = (tensor,) if len(pieces) == 1 else torch.split(tensor, [piece.nbytes for piece in pieces])
-                for part, piece in zip(parts, pieces, strict=True):
-                    part.copy_(piece, non_blocking=True)
+            if there:
+                COPY_ALL(on_host.parts(there), on_host.pieces, non_blocking=True)
         return there
-
-    @functools.cached_property
-    def _bytes(self) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     @contextmanager
     def _beside(self, on_host: OnHost, to_host: bool, mark: Callable[[], None] | None) -> Iterator[None]:
@@ -205,28 +219,34 @@ class HostCopies:
 
     def reuse(self, on_host: OnHost) -> None:
         """Takes memory back. The device's current stream has waited for its last copies."""
-        self._unused.setdefault(on_host.sizes, []).append(on_host)
+        self._unused.setdefault(on_host.layouts, []).append(on_host)
 
-    def _laid_out(self, sizes: tuple[int, ...]) -> OnHost:
-        """Takes memory of the host for so many bytes each, one behind the other."""
-        on_host, left, begin, end = OnHost(sizes), sum(sizes), 0, 0
-        for size in sizes:
-            pieces = list[Tensor]()
+    def _laid_out(self, layouts: Layouts) -> OnHost:
+        """Takes memory of the host for such tensors, one behind the other."""
+        on_host, used = OnHost(layouts), [shape.numel() * dtype.itemsize for dtype, shape, _ in layouts]
+        sizes = [-(-count // _WIDEST) * _WIDEST for count in used]
+        left, begin, end = sum(sizes), 0, 0
+        for index, ((dtype, shape, stride), size) in enumerate(zip(layouts, sizes, strict=True)):
+            parts = list[Tensor]()
             while size:
                 if begin == end:
                     page = self._page(left)
                     on_host.pages.append(page)
                     begin, end = 0, page.nbytes
                 part = min(size, end - begin)
-                pieces.append(page[begin : begin + part])
-                begin, size, left = begin + part, size - part, left - part
-            on_host.pieces.append(pieces)
+                parts.append(page[begin : begin + min(part, used[index])].view(dtype))
+                begin, size, left, used[index] = begin + part, size - part, left - part, used[index] - part
+            if len(parts) == 1:
+                parts = [parts[0].as_strided(shape, stride)]
+            else:
+                on_host.cuts[index] = [part.numel() for part in parts]
+            on_host.pieces += parts
         return on_host
 
     def _page(self, least: int) -> Tensor:
         size = min(self.page, 1 << (least - 1).bit_length())
         while not self._pages.get(size) and self._unused:
-            unused = self._unused.pop(next(iter(self._unused)))  # the sizes that came first
+            unused = self._unused.pop(next(iter(self._unused)))  # the layouts that came first
             for page in (page for on_host in unused for page in on_host.pages):
                 self._pages.setdefault(page.nbytes, []).append(page)
         pages = self._pages.get(size)

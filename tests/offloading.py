@@ -52,8 +52,8 @@ def leaving() -> Iterator[list[Left]]:
 
     def leave(self: Offloaded, mark: Callable[[], None] | None = None) -> None:
         plain(self, mark)
-        memories = self._memories.values()
-        tensors = sum(away.memory.storage is not None for away in self._away)
+        memories = self._memories
+        tensors = sum(away.memory is not None and away.memory.source is not None for away in self._away)
         left.append(Left(tensors, len(memories), sum(memory.end - memory.begin for memory in memories)))
 
     with mock.patch.object(Offloaded, "leave", leave):

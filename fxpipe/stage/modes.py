@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fxpipe.device import ATTENTION, kinds
+from fxpipe.device import ATTENTION, default_device, kinds
 from fxpipe.plain_data import admitted
-from fxpipe.torch_compat.tensors import default_device
 
 
 class Autocast(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 TESTED = "2.13", "2.14", "2.15"
 """The versions of torch that ``.ci/versions`` runs the tests with."""
 PRIVATE = {
-    "torch": "_assert _assert_async _foreach_norm Tensor._backward_hooks Tensor._base "
+    "torch": "_assert _assert_async _foreach_copy_ _foreach_norm Tensor._backward_hooks Tensor._base "
     "Tensor._make_wrapper_subclass Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata "
     "nn.Module._compiled_call_impl "
     "nn.modules.batchnorm._BatchNorm nn.modules.batchnorm._NormBase nn.modules.dropout._DropoutNd "

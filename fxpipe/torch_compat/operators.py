@@ -30,7 +30,11 @@ def schema_of(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
+COPY_ALL: Any = torch._foreach_copy_
+"""Copies a list of tensors into others by one call, in half the time of a call for each. The lists may not be empty."""
 no_function_modes: Callable[[], Any] = torch._C.DisableTorchFunction
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""Returns how many modes see torch's functions."""
 ASSERTIONS = {
     aten._assert_tensor_metadata.default,
     aten._assert_async.msg,

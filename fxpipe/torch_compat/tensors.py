@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.device import shared_name
 from fxpipe.torch_compat import pytree
 
 plain_results: Any = torch._C._disabled_torch_function_impl
@@ -112,8 +111,3 @@ def holders_of(tensor: Tensor) -> tuple[object, object]:
     """Counts C++'s references to a tensor, and those to its memory. Counts of a torch without them equal no others."""
     count = getattr(tensor, "_use_count", object)
     return count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def default_device() -> str:
-    """The name of ``torch.get_default_device()``, with a fast path: a default other than CPU is a function mode."""
-    return shared_name(torch.get_default_device()) if torch._C._len_torch_function_stack() else "cpu"

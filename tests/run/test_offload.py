@@ -126,6 +126,9 @@ KINDS: dict[str, Kind] = {  # x is no parameter and no input of the batch
     "transposed": lambda p, x: x.t() * x.t(),
     "expanded": lambda p, x: x[:1].expand(5, WIDTH) * x[:1].expand(5, WIDTH),
     "strided": lambda p, x: x[::2] * x[1:4],
+    "permuted": lambda p, x: (lambda y: y * y)(x.reshape(5, 2, 4).permute(2, 0, 1)),
+    # 8 elements over 8 places, of which two are empty: a copy with these strides would write places twice
+    "overlapping": lambda p, x: (lambda y: y * y)(x.as_strided((2, 2, 2), (1, 1, 5))) + x[:1].exp().sum(),
     "part of a storage": lambda p, x: (x[2:3] * x[3:4]).exp()[:0] + x[2:3] * x[3:4],
     "saved outputs": lambda p, x: x.softmax(-1).exp(),
     "dropout": lambda p, x: F.dropout(x, 0.5),
@@ -191,10 +194,10 @@ def ran(kind: Kind, hooks: Offloaded | Plain) -> list[Tensor | None]:
     result = out.detach().clone()
     if isinstance(hooks, Offloaded):
         hooks.leave()
-        away = [memory.storage for memory in hooks._memories.values()]
+        away = [memory.source.untyped_storage() for memory in hooks._memories if memory.source is not None]
         hooks.release()
         for storage in away:
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # type: ignore[arg-type]
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
         hooks.fetch()
         hooks.arrive()
     out.sum().backward()
@@ -388,7 +391,7 @@ def test_all_memory_is_free_after_o_and_after_b() -> None:
         offloaded.release()
         assert saved() is None
         offloaded.fetch()
-        there = [weakref.ref(memory.there) for memory in offloaded._memories.values()]
+        there = [weakref.ref(memory.there) for memory in offloaded._memories]
         assert len(there) == 3  # the exponential, softmax, and its exponential
         offloaded.arrive()
         z.sum().backward()

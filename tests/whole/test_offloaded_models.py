@@ -17,7 +17,7 @@ from tests.device import DEVICE
 from tests.graphs import FAMILIES
 from tests.harness import Engines, Run, assert_same, assert_trains, compiled, replica_of, stepped, trained
 from tests.models import CASES, RANDOM, Case
-from tests.offloading import Offloading
+from tests.offloading import Offloading, leaving
 from tests.pool import Pool
 from tests.thinned import in_turn, pairwise
 
@@ -49,7 +49,7 @@ def run(case: Case, offload: bool, autocast: bool, family: str, options: dict[st
 
 
 def assert_equal(got: Any, wanted: Any, what: str) -> None:
-    for one, other in zip(pytree.tree_leaves(vars(got)), pytree.tree_leaves(vars(wanted)), strict=True):
+    for one, other in zip(pytree.tree_leaves(got), pytree.tree_leaves(wanted), strict=True):
         if isinstance(other, Tensor):
             assert_same(one, other, what)
         else:
@@ -72,7 +72,7 @@ def test_tracers_and_autocast_change_no_bit(name: str, tracer: str, autocast: bo
     case = replace(SMALL[name], ranks=1, placement=None)
     options = {"tracer": tracer, "example_kwargs": case.batch()}
     got, wanted = (run(case, offload, autocast, family, options) for offload in (True, False))
-    assert_equal(got, wanted, name)
+    assert_equal(vars(got), vars(wanted), name)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_zero_and_replicas_change_no_bit(name: str, zero: int, axes: Any, family
         for offload in (True, False)
     ]
     for got, wanted in zip(*ran, strict=True):
-        assert_equal(got, wanted, name)
+        assert_equal(vars(got), vars(wanted), name)
 
 
 def test_recomputed_stages_and_offloaded_stages_of_one_table() -> None:
@@ -172,7 +172,7 @@ def test_models_of_transformers_train_with_the_same_bits(name: str, family: str,
         case = replace(case, build=partial(change, case.build))
     options = {"boundaries": case.boundaries, "example_kwargs": case.batch(), "tracer": "record"}
     assert_equal(
-        *(trained(case, case.batches(2), schedule=each, **options) for each in (Offloading(family), family)), name
+        *(vars(trained(case, case.batches(2), schedule=each, **options)) for each in (Offloading(family), family)), name
     )
 
 
@@ -188,4 +188,100 @@ def test_a_run_goes_on_from_its_state_with_the_same_bits() -> None:
         again = compiled(case, schedule=schedule)
         again.load_state_dict(first.state_dict(full=True))
         runs.append(stepped(again, case, batches))
-    assert_equal(runs[0], runs[1], "the second half")
+    assert_equal(vars(runs[0]), vars(runs[1]), "the second half")
+
+
+# --- the option, on whole programs ---
+
+HARDWARE = fxpipe.Hardware(flops=1e12, host_link=1e18)
+"""Copies take no time, so that ``offload=True`` saves memory."""
+
+
+def with_peft(build: Callable[[], nn.Module]) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(build(), config)  # type: ignore[no-any-return]
+
+
+def case_of(name: str) -> Case:
+    if name in CASES:
+        return CASES[name]
+    base, _, change = name.partition(" ")
+    if base == "Qwen3-MoE":
+        from tests.hf import qwen3_moe
+
+        return replace(hf_case("Qwen2"), build=qwen3_moe)
+    case = hf_case(base)
+    if change == "checkpointed":
+        return replace(case, build=partial(checkpointed, case.build))  # type: ignore[no-any-return]
+    if change == "by peft":
+        boundaries = {f"base_model.model.{path}": where for path, where in case.boundaries.items()}
+        return replace(case, build=partial(with_peft, case.build), boundaries=boundaries)  # type: ignore[no-any-return]
+    return case  # type: ignore[no-any-return]
+
+
+def offloading(case: Case, choice: str, topology: fxpipe.Topology, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with which activations leave: all that may, named stages, or as few as fit the memory."""
+    if choice == "True":
+        return {"offload": True}
+    plan, least = (fxpipe.preview(case.model(), topology, offload=each, **options) for each in (False, True))
+    if choice == "names":
+        return {"offload": list(plan.graph.names)[::2]}
+    peaks = [max(rank.total for rank in each.ranks) for each in (plan, least)]
+    return {"offload": "auto", "hardware": replace(HARDWARE, memory=sum(peaks) / 2)}
+
+
+def whole_run(name: str, choice: str | None, axes: Any = (("pipe", 2),), zero: int = 0) -> list[Any]:
+    """Steps of several sizes, an evaluation, and a run that goes on from the saved state."""
+    case, runs, state = case_of(name), list[Any](), dict[str, Any]()
+    topology = fxpipe.Topology(axes)
+    options: dict[str, Any] = {"microbatches": 4, "example_kwargs": case.batch(), "hardware": HARDWARE, "zero": zero}
+    options |= {"loss_fn": case.loss_fn, "placement": None, "schedule": "gpipe", **case.options}
+    if hasattr(case, "boundaries"):
+        options |= {"boundaries": case.boundaries, "tracer": "record"}
+    if choice is not None:
+        options |= offloading(case, choice, topology, options)
+    batches = [case.batch(number, rows) for number, rows in enumerate((8, 4, 6))]
+    for _ in range(2):
+        forward_backward = compiled(case, topology=topology, **options)
+        assert bool(forward_backward.schedule.dependencies.offloaded) == (choice is not None)
+        if state:
+            forward_backward.load_state_dict(state)
+        runs.append(vars(stepped(forward_backward, case, batches)))
+        runs.append(forward_backward.evaluate(**batches[1]))
+        state = forward_backward.state_dict(full=True)
+    return runs
+
+
+WHOLE = ["LLaVA", "Qwen3-MoE", "GPT-2", "Llama checkpointed", "Llama by peft", "U-Net"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "choice", "ranks"), in_turn(WHOLE, ["True", "names", "auto"], [2, 1, 2, 2]))
+def test_the_option_changes_no_bit(name: str, choice: str, ranks: int, pool: Pool) -> None:
+    run = partial(pool.run, whole_run, ranks=2) if ranks == 2 else whole_run
+    assert_equal(*(run(name, each) for each in (choice, None)), name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_the_option_changes_no_bit_of_replicas(zero: int, pool: Pool) -> None:
+    axes = (("pipe", 1), ("data", 2))
+    runs = (pool.run(whole_run, "transformer layers", each, axes, zero, ranks=2) for each in ("True", None))
+    assert_equal(*runs, f"zero={zero}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Longformer", "wav2vec2"])
+def test_the_option_changes_no_bit_beside_opaque_regions(name: str) -> None:
+    """Batches and micro-batches have other sizes each time."""
+    pytest.importorskip("transformers")
+    from tests.opaque_regions import STUDIES, train
+
+    options = {"schedule": "gpipe", "hardware": HARDWARE}
+    for in_one in (True, False):
+        with leaving() as left:
+            got, wanted = (train(STUDIES[name], 2, 1, 0, in_one, offload=each, **options) for each in (True, False))
+        assert sum(each.tensors for each in left) > 100
+        del got["stages"], wanted["stages"]
+        assert_equal(got, wanted, name)

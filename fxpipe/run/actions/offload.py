@@ -24,13 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.device import DeviceBytes, HostCopies, OnHost
+from fxpipe.device import HostCopies, OnHost
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
 from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
 
 _ALIGNED = 512
 """The bytes to which devices align memory. Kernels may depend on a tensor's alignment, so a copy has the same."""
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""A tensor's type, size, strides and offset in its storage."""
 
 
 @dataclass(slots=True)
@@ -39,10 +41,12 @@ class _Memory:
 
     begin: int
     end: int
-    storage: torch.UntypedStorage | None
-    """The device's storage until O. None: it stays, or has left."""
+    source: Tensor | None
+    """A tensor of the device's memory until O. None: the memory stays, or has left."""
+    is_whole: bool
+    """Whether ``source`` has all these bytes, so that its copies have its type, shape and strides."""
     there: Tensor | None = None
-    """The device's memory from P on, as bytes."""
+    """The device's memory from P on: like ``source``, or as bytes."""
     version: int = 0
     """The version of ``there`` after its copy."""
 
@@ -58,10 +62,11 @@ class _SavedTensor:
 
 @dataclass(slots=True)
 class _Away(_SavedTensor):
-    """A saved tensor whose memory leaves. ``layout``: its type, size, strides and offset in the storage, from O on."""
+    """A saved tensor whose memory may leave. ``layout``: from O on; None for a tensor like the source of the copy."""
 
-    memory: _Memory
-    layout: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None
+    memory: _Memory | None = None
+    """None: the tensor stays."""
+    layout: _Layout | None = None
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class Offloaded:
     copies: HostCopies
     stays: Collection[int]
     stage: str
-    _memories: dict[int, _Memory] = field(default_factory=dict)
+    _memories: list[_Memory] = field(default_factory=list)
     _away: list[_Away] = field(default_factory=list)
     _wrapped: list[_Wrapped] = field(default_factory=list)
     _on_host: OnHost | None = None
@@ -112,32 +117,15 @@ class Offloaded:
             ) from error
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
-        apart = tensor if tensor.is_leaf else tensor.detach()  # which is no view any more
-        base = base_of(tensor)
+        """Notes a saved tensor. ``leave`` finds the memory that leaves."""
+        kind, base = type(tensor), base_of(tensor)
+        apart = tensor if kind is not Tensor and tensor.is_leaf else tensor.detach()  # which is no view any more
         # FSDP2's whole parameters are in no list. (To ask for the class of each base would take long.)
-        if base is not None and base.is_leaf and isinstance(base, nn.Parameter):
-            return _SavedTensor(apart, version_of(apart))
-        return self._plain(apart) if type(apart) is Tensor else self._by_parts(apart)
-
-    def _plain(self, tensor: Tensor) -> _SavedTensor:
-        """Notes the memory of a tensor, if it may leave."""
-        version = saved_version(tensor)
-        if tensor.layout is not torch.strided or tensor.device != self.copies.device or tensor.is_quantized:
-            return _SavedTensor(tensor, version)
-        storage = tensor.untyped_storage()
-        key = id_of_storage(storage)
-        if key in self.stays:
-            return _SavedTensor(tensor, version)
-        begin = int(tensor.storage_offset()) * tensor.element_size()
-        end = begin + (tensor.nbytes if tensor.is_contiguous() else _span(tensor))
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = _Memory(begin, end, storage)
-        else:
-            memory.begin, memory.end = min(memory.begin, begin), max(memory.end, end)
-        if tensor.is_conj() or tensor.is_neg():  # its bytes alone are not its numbers
-            memory.storage = None
-        away = _Away(tensor, version, memory)
+        if kind is nn.Parameter or (base is not None and base.is_leaf and isinstance(base, nn.Parameter)):
+            return _SavedTensor(apart, saved_version(apart))
+        if kind is not Tensor:
+            return self._by_parts(apart)
+        away = _Away(apart, saved_version(apart))
         self._away.append(away)
         return away
 
@@ -148,8 +136,6 @@ class Offloaded:
             return _SavedTensor(tensor, version)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
-        if not any(isinstance(part, _Away | _Wrapped) for part in parts.values()):
-            return _SavedTensor(tensor, version)
         wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
         self._wrapped.append(wrapped)
         return wrapped
@@ -164,20 +150,18 @@ class Offloaded:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
         tensor = saved.tensor
         if tensor is not None:
-            if version_of(tensor) != saved.version:
-                raise _written(tensor.size(), version_of(tensor), saved.version)
+            if (version := saved_version(tensor)) != saved.version:
+                raise _written(tensor.size(), version, saved.version)
             return tensor
-        if type(saved) is _Away and saved.layout is not None:
-            return self._brought_back(saved.memory, *saved.layout)
+        if type(saved) is _Away and saved.memory is not None:
+            return self._brought_back(saved.memory, saved.layout)
         assert isinstance(saved, _Wrapped)
         parts = {
             name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in saved.parts.items()
         }
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
-    def _brought_back(
-        self, memory: _Memory, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
-    ) -> Tensor:
+    def _brought_back(self, memory: _Memory, layout: _Layout | None) -> Tensor:
         there = memory.there
         if there is None:
             raise RunError(
@@ -185,30 +169,60 @@ class Offloaded:
                 "outputs before its backward; leave the stage out of offload="
             )
         # Views, unlike other tensors of the same memory, count writes together.
-        if saved_version(there) != memory.version:
-            raise _written(size, saved_version(there), memory.version)
+        if (version := saved_version(there)) != memory.version:
+            raise _written(layout[1] if layout else there.size(), version, memory.version)
+        if layout is None:
+            return there
+        dtype, size, stride, offset = layout
         width = dtype.itemsize
-        if uneven := there.nbytes % width:  # tensors of a narrower type have used more of the storage
-            there = there[:-uneven]
-        return there.view(dtype).as_strided(size, stride, offset - memory.begin // width)
+        if there.dtype is not dtype:
+            there = there.as_strided((there.numel(),), (1,)).view(torch.uint8)
+            if uneven := there.nbytes % width:  # tensors of a narrower type have used more of the storage
+                there = there[:-uneven]
+            there = there.view(dtype)
+        return there.as_strided(size, stride, offset - memory.begin // width)
 
     def leave(self, mark: Callable[[], None] | None = None) -> None:
         """After F: starts the copies to the host. ``mark``: called at the beginning and at the end of the copies."""
-        for away in self._away:
-            # What was written since it was saved stays, so that its version tells.
-            if away.tensor is not None and saved_version(away.tensor) != away.version:
-                away.memory.storage = None
-        parts, memories = list[DeviceBytes](), dict[int, _Memory]()
-        for key, memory in self._memories.items():
-            storage, end = memory.storage, memory.end
+        self._find_memories()
+        sources, memories, least = list[Tensor](), list[_Memory](), self.copies.least
+        for memory in self._memories:
+            source, end = memory.source, memory.end
             # Of what its owner has freed, as FSDP2 frees whole parameters, nothing is there to copy.
-            if storage is None or end - memory.begin < self.copies.least or storage.nbytes() < end:
-                memory.storage = None
+            if source is None or end - memory.begin < least or (bytes_ := source.untyped_storage()).nbytes() < end:
+                memory.source = None
                 continue
-            memory.begin = memory.begin // _ALIGNED * _ALIGNED
-            parts.append(DeviceBytes(storage, memory.begin, end))
-            memories[key] = memory
-        self._memories, self._on_host = memories, self.copies.out(parts, mark)
+            if not memory.is_whole:
+                begin = memory.begin = memory.begin // _ALIGNED * _ALIGNED
+                new = source.new_empty(0, dtype=torch.uint8)
+                source = memory.source = new.set_(bytes_, begin, (end - begin,), (1,))
+            sources.append(source)
+            memories.append(memory)
+        self._memories, self._on_host = memories, self.copies.out(sources, mark)
+
+    def _find_memories(self) -> None:
+        """Finds the memory of each saved tensor that may leave."""
+        memories, stays, device, strided = dict[int, _Memory](), self.stays, self.copies.device, torch.strided
+        for away in self._away:
+            tensor = away.tensor
+            assert tensor is not None
+            if tensor.layout is not strided or (key := id_of_storage(tensor.untyped_storage())) in stays:
+                continue
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            is_dense = tensor.is_contiguous() or _is_dense(tensor)
+            end = begin + (tensor.nbytes if is_dense else _span(tensor))
+            memory = memories.get(key)
+            if memory is None:
+                source = tensor if tensor.device == device and not tensor.is_quantized else None
+                memory = memories[key] = _Memory(begin, end, source, is_dense and begin % _ALIGNED == 0)
+            elif begin < memory.begin or end > memory.end:
+                memory.begin, memory.end, memory.is_whole = min(memory.begin, begin), max(memory.end, end), False
+            # The bytes of a conjugate alone are not its numbers. A tensor written since it was saved stays, so that its
+            # version tells.
+            if tensor.is_conj() or tensor.is_neg() or saved_version(tensor) != away.version:
+                memory.source = None
+            away.memory = memory
+        self._memories = list(memories.values())
 
     def wait(self) -> None:
         """Before O and B: the rank's stream waits for the last copies."""
@@ -218,30 +232,34 @@ class Offloaded:
     def release(self) -> None:
         """O: the device's memory is free."""
         for away in self._away:
-            tensor = away.tensor
+            tensor, source = away.tensor, away.memory.source if away.memory is not None else None
             # Of what was written meanwhile, the host may have some of the new numbers.
-            if tensor is not None and away.memory.storage is not None and saved_version(tensor) == away.version:
-                away.layout = tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            if tensor is not None and source is not None and saved_version(tensor) == away.version:
                 away.tensor = None
+                if tensor is not source:
+                    layout = tensor.dtype, tensor.size(), tensor.stride()
+                    if layout != (source.dtype, source.size(), source.stride()):
+                        away.layout = *layout, int(tensor.storage_offset())
         for wrapped in self._wrapped:
-            if wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
+            has_left = any(isinstance(part, _SavedTensor) and part.tensor is None for part in wrapped.parts.values())
+            if has_left and wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
                 wrapped.tensor = None
-        for memory in self._memories.values():
-            memory.storage = None
+        for memory in self._memories:
+            memory.source = None
         self._away, self._wrapped = [], []
 
     def fetch(self, mark: Callable[[], None] | None = None) -> None:
         """P: starts the copies back. ``mark`` as in ``leave``."""
         assert self._on_host is not None
         there = self.copies.back(self._on_host, mark)
-        for memory, tensor in zip(self._memories.values(), there, strict=True):
+        for memory, tensor in zip(self._memories, there, strict=True):
             memory.there, memory.version = tensor, saved_version(tensor)
 
     def arrive(self) -> None:
         """Before B, after ``wait``: from now on autograd alone holds the tensors."""
         assert self._on_host is not None
         self.copies.reuse(self._on_host)
-        self._memories, self._on_host = {}, None
+        self._memories, self._on_host = [], None
 
 
 def storages(values: Iterable[Any]) -> set[int]:
@@ -260,6 +278,16 @@ def storages(values: Iterable[Any]) -> set[int]:
 def _is_wrapper(tensor: Tensor) -> bool:
     """Whether a tensor is of a subclass that consists of other tensors, as DTensor and nested tensors do."""
     return type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory, and no two share bytes, as in a permuted contiguous tensor."""
+    count = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != count:
+            return False
+        count *= size
+    return True
 
 
 def _span(tensor: Tensor) -> int:
