@@ -29,7 +29,8 @@ class Packed:
     Args:
         counts: the number of rows or entries per row. A whole number is for all rows. A name is a 1-dimensional input
             that holds the numbers, or an input with ``Offsets``. A function has names of inputs as its parameters, and
-            returns the numbers, as a 1-dimensional tensor of integers or a list of whole numbers. The numbers must sum to the size of ``dim``, or to the length of the list. Counts on a GPU make the host wait.
+            returns the numbers, as a 1-dimensional tensor of integers or a list of whole numbers. The numbers must sum
+            to the size of ``dim``, or to the length of the list. Counts on a GPU make the host wait.
         of: a packed input whose rows the counts are for; None: the batch's rows.
         dim: the dimension of a tensor that is split.
 

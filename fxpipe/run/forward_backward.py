@@ -279,7 +279,8 @@ class ForwardBackward:
             *args: a batch, as in a call.
             **kwargs: the inputs of the batch that are passed by name.
             outputs: "last": the ranks of the last stage return the output, and other ranks None. "all": every rank
-                returns the output. "loss": every rank returns the loss alone as a number. A ``Sum`` gives total / count.
+                returns the output. "loss": every rank returns the loss alone as a number. A ``Sum`` gives total /
+                count.
 
         Raises:
             RunError: the replicas' outputs have different numbers.
@@ -497,8 +498,9 @@ class ForwardBackward:
         Recorded are, for each micro-batch, the inputs, the values that pass between stages and their gradients, and the
         losses. In addition, each parameter's gradient after the reduction, and each parameter after the optimizer's
         step. An entry has the type, shape, a 64-bit hash of the bits, norm, largest value, the number of inf and nan,
-        and 4 random projections. Each rank appends to a file of its own, and waits for its device at the end of each call. The keys do not depend on
-        ranks, schedule, placement or ``zero``. ``evaluate`` is not recorded. Call it on every rank.
+        and 4 random projections. Each rank appends to a file of its own, and waits for its device at the end of each
+        call. The keys do not depend on ranks, schedule, placement or ``zero``. ``evaluate`` is not recorded. Call it on
+        every rank.
 
         Args:
             folder: the folder of the files, the same on every rank.

@@ -64,8 +64,9 @@ def save(
 
     The checkpoint holds the model and the optimizer under the plain model's names, in the format of
     torch.distributed.checkpoint. It also holds every rank's random state, the next step's number, the seed of the
-    stages' random numbers, the costs of the last recorded step, and the states of the other arguments. The files get their final
-    folder name once all are on the disk, with a manifest of sizes and checksums; ``folder/latest`` is always complete.
+    stages' random numbers, the costs of the last recorded step, and the states of the other arguments. The files get
+    their final folder name once all are on the disk, with a manifest of sizes and checksums; ``folder/latest`` is
+    always complete.
 
     Args:
         folder: the run's folder; all ranks see it, and no other run writes to it.
