@@ -103,8 +103,10 @@ class Batch:
         if not self.is_whole:
             return [dict(part) for part in inputs]
         # 4. split each input by its rule
-        rules = {name: rule_of(self.batch_dim, name, value) for name, value in inputs[0].items()}
-        columns = {name: rule.split(inputs[0][name], self.part_sizes) for name, rule in rules.items()}
+        columns = {
+            name: rule_of(self.batch_dim, name, value).split(value, self.part_sizes)
+            for name, value in inputs[0].items()
+        }
         return [{name: parts[number] for name, parts in columns.items()} for number in range(len(self.sizes))]
 
     def describe_parts(self, descriptions: Sequence[Description] | None = None) -> list[Description]:

@@ -151,7 +151,7 @@ def described(value: Any, exact: bool, objects: dict[ObjectValue, Any] | None = 
         return InputDescription("fixed", specs[0])
     described = tuple(leaf if isinstance(leaf, TensorSpec) else _named(leaf, exact) for leaf in specs)
     try:
-        spec = pytree.tree_unflatten(specs, tree)
+        spec = specs[0] if tree.is_leaf() else pytree.tree_unflatten(specs, tree)
     except Exception as error:  # a container that checks its contents, such as PackedSequence
         raise RunError(
             f"an input is a {type(value).__name__}, which cannot be made of anything but true tensors; pass its "

@@ -9,7 +9,7 @@ captures are valid for any shapes is stored under this key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -63,9 +63,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(modules.values())
 
 
-def parameters_in(modules: Iterable[nn.Module]) -> Collection[nn.Parameter]:
-    """``model.parameters()`` for the modules of a model, in the same order."""
-    return {id(p): p for module in modules for p in module._parameters.values() if p is not None}.values()
+def parameters_in(modules: Iterable[nn.Module]) -> Mapping[int, nn.Parameter]:
+    """Identity → parameter, as ``model.parameters()`` yields them, for the modules of a model."""
+    return {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+
+
+def flags_of(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter], state: int) -> Flags:
+    """The flags of a model's modules and parameters. ``state``: the number of the state of the attributes."""
+    return Flags(bytes([each.training for each in modules]), bytes([p.requires_grad for p in parameters]), state)
 
 
 class GivenInputs(NamedTuple):

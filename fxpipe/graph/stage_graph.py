@@ -233,7 +233,7 @@ class StageGraph(Tabular):
         """Returns the pipe ranks of a stage, once decided, in the order in which they take its micro-batches."""
         return ranks_of(self.placement[stage])
 
-    @property
+    @cached_property
     def output_stage(self) -> int:
         """The number of the stage that returns the model's result."""
         return next(stage.index for stage in self.stages if stage.returns_result)
@@ -260,7 +260,7 @@ class StageGraph(Tabular):
         """Gathered stage → for how many micro-batches it runs at once, None for all."""
         return {stage.index: stage.gathered.group for stage in self.stages if stage.gathered is not None}
 
-    @property
+    @cached_property
     def sees_replicas(self) -> bool:
         """Whether a stage gets the rows of other replicas."""
         return any("global" in stage.ways for stage in self.stages)

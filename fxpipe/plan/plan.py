@@ -62,7 +62,7 @@ class Plan:
         """The number of micro-batches in a loss: 1, or the group size of the stage that returns the loss."""
         return self.graph.groups(len(self.graphs))[self.graph.output_stage]
 
-    @property
+    @cached_property
     def output_ranks(self) -> tuple[int, ...]:
         """The pipe ranks that make the loss; the first rank has the complete loss."""
         return tuple(sorted(self.graph.ranks(self.graph.output_stage)))

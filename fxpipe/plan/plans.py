@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fxpipe.batch.description import check_objects
 from fxpipe.batch.label_count import Items
-from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in
+from fxpipe.batch.pattern import Flags, Pattern, flags_of, modules_of
 from fxpipe.capture.captures import LATER, Captures
 from fxpipe.capture.capturing import Capturing
 from fxpipe.capture.guard import Captured, Guard
@@ -115,10 +115,7 @@ class Plans(PlansSoFar):
     @property
     def flags(self) -> Flags:
         """The facts of the model on which captures depend: training flags, ``requires_grad`` and attributes read."""
-        modules = modules_of(self.module)
-        training = bytes([module.training for module in modules])
-        trainable = bytes([parameter.requires_grad for parameter in parameters_in(modules)])
-        return Flags(training, trainable, self.captures.reads.number)
+        return flags_of(modules_of(self.module), self.module.parameters(), self.captures.reads.number)
 
     @property
     def cuts(self) -> Cuts | None:

@@ -99,6 +99,11 @@ def hooks_of(tensor: Tensor) -> list[Callable[..., Any]]:
     return [hook for table in _HOOKS for hook in (getattr(tensor, table) or {}).values()]
 
 
+def with_hooks(named: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+    """The identity and name of each tensor that has ``hooks_of``. Every step asks all parameters, so it is one loop."""
+    return {id(t): name for name, t in named if t._backward_hooks or t._post_accumulate_grad_hooks}
+
+
 def share_hooks(source: Tensor, target: Tensor) -> None:
     """Has ``target`` call the hooks of ``source``, those that are registered or removed later, too."""
     for table in _HOOKS:

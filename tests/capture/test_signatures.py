@@ -165,4 +165,4 @@ def test_modules_and_parameters_are_torchs_in_its_order() -> None:
     model[1][1].weight = shared.weight
     modules = modules_of(model)
     assert [id(one) for one in modules] == [id(one) for one in model.modules()]
-    assert [id(one) for one in parameters_in(modules)] == [id(one) for one in model.parameters()]
+    assert [id(one) for one in parameters_in(modules).values()] == [id(one) for one in model.parameters()]

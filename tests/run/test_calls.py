@@ -1,38 +1,40 @@
-"""Calls: how many functions of fxpipe's own a micro-batch costs in a steady step of one process."""
+"""Calls: how many functions of fxpipe's own a steady step costs: each micro-batch, and a step of two replicas."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import nn
 
 import fxpipe
+from tests.pool import Pool
 
 OWN = str(Path(fxpipe.__file__).parent)
 
 
-def calls_of_a_step(microbatches: int) -> int:
-    options = {"microbatches": microbatches, "loss_fn": lambda y: y.square().mean()}
-    step = fxpipe.compile(nn.Linear(8, 8), fxpipe.Topology([("pipe", 1)]), **options)
-    for _ in range(3):
-        step(torch.ones(microbatches, 8))
-    count = 0
+def mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
 
-    def note(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(OWN)
 
-    sys.setprofile(note)
-    try:
+def calls_of_a_step(microbatches: int, replicas: int = 1) -> int:
+    """On its thread, with the comprehensions of Python 3.11, which are functions, too."""
+    topology, found = fxpipe.Topology([("pipe", 1), ("data", replicas)]), list[str]()
+    step = fxpipe.compile(nn.Linear(8, 8), topology, microbatches=microbatches, loss_fn=mean_square)
+    for number in range(4):
+        note = lambda frame, event, _: found.append(event) if frame.f_code.co_filename.startswith(OWN) else None  # noqa: E731
+        sys.setprofile(note if number == 3 else None)
         step(torch.ones(microbatches, 8))
-    finally:
-        sys.setprofile(None)
-    return count
+    sys.setprofile(None)
+    return found.count("call")
 
 
 def test_a_micro_batch_of_one_stage_calls_few_functions() -> None:
-    """A forward and a backward; 46 of Python 3.11, where a comprehension is a function, too."""
+    """A forward and a backward; 46 of Python 3.11."""
     assert (calls_of_a_step(16) - calls_of_a_step(8)) / 8 <= 46
+
+
+def test_a_step_of_two_replicas_calls_few_functions(pool: Pool) -> None:
+    """With one micro-batch; 529 of Python 3.11."""
+    assert max(pool.run(calls_of_a_step, 1, 2, ranks=2)) <= 535

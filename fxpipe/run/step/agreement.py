@@ -32,7 +32,7 @@ from torch import nn
 from fxpipe.batch.batch import Batch
 from fxpipe.batch.description import Description, bind, check_calls, describe, for_any_words, merge
 from fxpipe.batch.label_count import with_number
-from fxpipe.batch.pattern import Flags, Pattern, modules_of, parameters_in, pattern_of
+from fxpipe.batch.pattern import Flags, Pattern, flags_of, modules_of, parameters_in, pattern_of
 from fxpipe.batch.rows import Counts, check_cut, counts_of, merge_counts, whole_lists
 from fxpipe.capture.captures import LATER, MOST
 from fxpipe.distributed.activity import phase
@@ -191,7 +191,8 @@ class Agreement:
         batch_dim, objects = self._options.batch_dim, dict[ObjectValue, Any]()
         # 1. describe, and catch what is wrong
         try:
-            self._check_parameters()
+            modules = modules_of(self.plans.module)
+            self._check_parameters(parameters := parameters_in(modules))
             if training and (torch.is_inference_mode_enabled() or not torch.is_grad_enabled()):
                 block = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
                 raise RunError(f"torch.{block}() is on, in which no gradient can be; call it outside, or evaluate()")
@@ -211,9 +212,10 @@ class Agreement:
             if split_evenly and plans.microbatches > 1:
                 check_cut(given[0], batch_dim)
             counts = tuple(tuple(counts_of(values, batch_dim).items()) for values in given)
-            now = Ambient.now()
-            proposal = Proposal(training, split_evenly, plans.flags, now, described, counts, wants_loss=wants_loss)
-            return self._answered(proposal, given), given
+            # The walk over the modules serves the check and the flags.
+            flags = flags_of(modules, parameters.values(), plans.captures.reads.number)
+            facts = (training, split_evenly, flags, Ambient.now(), described, counts)
+            return self._answered(Proposal(*facts, wants_loss=wants_loss), given), given
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
         except TypeError as error:
@@ -234,11 +236,11 @@ class Agreement:
             self._numbers[proposal] = number_of(encode(proposal))
         return proposal
 
-    def _check_parameters(self) -> None:
+    def _check_parameters(self, parameters: Mapping[int, nn.Parameter]) -> None:
         """RunError if a parameter, or the type of a parameter, of the model is not the same as at compile."""
         # Parameters are compared by id: the check runs in every step, and a tensor's own hash is a call of Python.
         module, types = self.plans.module, self._types
-        if all(types.get(id(parameter)) == parameter.dtype for parameter in parameters_in(modules_of(module))):
+        if {key: parameter.dtype for key, parameter in parameters.items()}.items() <= types.items():
             return
         name, found = next((name, p) for name, p in module.named_parameters() if types.get(id(p)) != p.dtype)
         if id(found) in types:

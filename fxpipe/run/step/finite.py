@@ -102,14 +102,14 @@ class Watch:
 
     def __init__(self, transport: Transport, raises: bool, leads: bool) -> None:
         self._transport, self._raises, self._leads = transport, raises, leads
-        self._extremes: Extremes | None = None
+        self._extremes: list[Extremes] = []
         self._last: _FinishedStep | None = None
         self._over = False  # whether the warning was given
 
     def begin(self, shares: Sequence[float]) -> list[Extremes]:
         """Begins a step. Returns the ``Extremes`` that observes it; none once a warning was given."""
-        self._extremes = None if self._over else Extremes(shares)
-        return [self._extremes] if self._extremes is not None else []
+        self._extremes = [] if self._over else [Extremes(shares)]
+        return self._extremes
 
     def end(self, number: int, loss: Tensor, own: StepLoss, plan: Plan) -> str:
         """Ends a step, and checks the loss of the step before. A collective call of all ranks. ``own``: the losses that
@@ -119,10 +119,9 @@ class Watch:
         """
         if not self._raises:
             self.warn()
-        if self._extremes is not None and not self._over:
-            (output,) = (stage.index for stage in plan.graph if stage.returns_result)
-            self._extremes.add_losses(output, own.added)
-            self._last = _FinishedStep(number, to_host([loss]), self._extremes, plan)
+        for extremes in self._extremes if not self._over else ():
+            extremes.add_losses(plan.graph.output_stage, own.added)
+            self._last = _FinishedStep(number, to_host([loss]), extremes, plan)
         return self.cause() if self._raises else ""
 
     def warn(self) -> None:

@@ -47,11 +47,6 @@ class HookedParameters(StepObserver):
         self._writes = Counter[int]()  # stage → how many of its backwards have written
         self._behind: dict[tuple[int, int], int] = {}  # (stage, micro-batch) → the writes before its forward
 
-    def _is_copied(self, stage: int) -> bool:
-        """Whether other ranks hold the stage's parameters, too."""
-        ranks, replicas = self._graph.ranks(stage), self._transport.data_size
-        return self._transport.pipe_rank is not None and len(ranks) * replicas > 1
-
     def on_start(self, action: Action, stage: Stage, arrived: Sequence[Any]) -> None:
         if action.kind.part_of is not BACKWARD:
             return
@@ -73,7 +68,9 @@ class HookedParameters(StepObserver):
         if direction is not BACKWARD:
             return
         written = [parameter for parameter, version in self._versions if version_of(parameter) != version]
-        if written and self._is_copied(action.stage):
+        # whether other ranks hold the stage's parameters, too
+        copies = len(self._graph.ranks(action.stage)) * self._transport.data_size
+        if written and self._transport.pipe_rank is not None and copies > 1:
             raise RunError(
                 f"a hook has written parameter {self._names[id(written[0])]!r} in the backward, by this rank's part of "
                 "the gradient alone: the ranks that hold it drift apart; step behind forward_backward(...), which sums "

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpipe.batch.group_inputs import GroupInputs
 from fxpipe.batch.outputs import OutputRows, Where, from_rank, over_replicas, without_entries
@@ -52,7 +52,7 @@ from fxpipe.specs import cast_batch
 from fxpipe.stage.loss import LossKind, StepLoss, Sum, loss_in
 from fxpipe.stage.modes import Autocast, evaluating
 from fxpipe.stage.own_generators import own_generators
-from fxpipe.torch_compat.tensors import hooks_of
+from fxpipe.torch_compat.tensors import with_hooks
 from fxpipe.trace.checks.sizes import with_sizes
 
 MOST_BOUND = 32
@@ -155,6 +155,9 @@ class Steps:
         self._plans: dict[int, _PlanRecord] = {}  # id(plan) → its state
         self._trained: set[int] = set()  # the known kinds of batch that a step was made with
         self._message = LossMessage(transport, state.device)
+        self._parameters = list(state.module.named_parameters())
+        self.has_loss_fn = options.loss_fn is not None
+        """Whether ``compile`` was given a loss function."""
         failing.drops.append(self._message.drop)
         if transport.pipe_rank is None:  # a single process can go on after a failed step: earlier gradients stay
             failing.drops.append(state.reducer.drop)
@@ -193,11 +196,6 @@ class Steps:
         if self.is_averaged:
             raise error("the parameters are averages inside of `with average.applied():`; make this call outside of it")
 
-    @property
-    def has_loss_fn(self) -> bool:
-        """Whether ``compile`` was given a loss function."""
-        return self._options.loss_fn is not None
-
     # the phases of a step
 
     def train(self, calls: Sequence[Call], split_evenly: bool) -> tuple[StepOutcome, Mapping[Edge, int] | None]:
@@ -221,7 +219,7 @@ class Steps:
             loss_kind, is_new = record.losses.get(self._form(agreed)), agreed.kind not in self._trained
             # Until a step has shown that the loss is a mean, gradients may still be multiplied by 1 / count.
             scales = self._is_sum is not False and not plan.counts
-            if hooked := {id(parameter): name for name, parameter in self._parameters if hooks_of(parameter)}:
+            if hooked := with_hooks(self._parameters):
                 has_late_count = scales and bool(self._is_sum or plan.graph.counting is not None)
                 observers.append(HookedParameters(hooked, plan.graph, self.transport, has_late_count))
             self._gradients.stopwatch = stopwatch
@@ -332,26 +330,24 @@ class Steps:
                 shares_of(self.transport, [math.nan], training, refusal=str(error))
                 raise
             self._forget()
-            record = self._plans.get(id(agreed.plan))
+            plan, gradients = agreed.plan, self._gradients
+            record = self._plans.get(id(plan))
             if record is None:
-                bound = partial(bind, agreed.plan, self.transport.pipe_rank, self._executor_of)
-                record = self._plans[id(agreed.plan)] = _PlanRecord(agreed.plan, lru_cache(MOST_BOUND)(bound))
-            group = agreed.plan.group  # if the loss is of a group of micro-batches, each of them has the group's share
+                bound = partial(bind, plan, self.transport.pipe_rank, self._executor_of)
+                record = self._plans[id(plan)] = _PlanRecord(plan, lru_cache(MOST_BOUND)(bound))
+            group = plan.group  # if the loss is of a group of micro-batches, each of them has the group's share
             earlier = record.losses.get(self._form(agreed)) if training else None
-            form: Any = (earlier.is_sum, earlier.metrics, agreed.plan.counts) if earlier is not None else None
+            form: Any = (earlier.is_sum, earlier.metrics, plan.counts) if earlier is not None else None
             form = form if training else record.outputs.get((agreed.kind, str(outputs)))
-            facts = Facts(self._shared_rows(agreed.plan, training), self._items.uses(agreed.plan.graph, batches), form)
+            zero = gradients.sums.zero if training else 0
+            rows = shared_rows(plan, zero, gradients.shards_parameters, gradients.meets, training)
+            facts = Facts(rows, self._items.uses(plan.graph, batches), form)
             by_group, everyone = shares_of(self.transport, of_groups(weights, group), training, facts)
             shares = [share for share in by_group for _ in range(group)]
         # The device starts the digest here; the next call compares it, when the device has long computed it.
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
         return _AgreedCall(agreed, batches, shares, everyone)
-
-    def _shared_rows(self, plan: Plan, training: bool) -> tuple[int, ...] | None:
-        gradients = self._gradients
-        zero = gradients.sums.zero if training else 0
-        return shared_rows(plan, zero, gradients.shards_parameters, gradients.meets, training)
 
     def _form(self, agreed: AgreedBatch) -> int | None:
         """The plan's losses have a single form, None, or may have another form for each kind of batch."""
@@ -402,11 +398,11 @@ class Steps:
             batches = [cast_batch(batch, precision.compute) for batch in batches]
         batches = with_sizes(batches, agreed.plan.graphs, agreed.pattern.shapes)
         counted = self._items.add(batches, shares, {facts.items for facts in everyone})
-        is_cut, places, rows = agreed.call.batch.is_whole, agreed.places, agreed.replica_rows
+        is_cut, places = agreed.call.batch.is_whole, agreed.places
         return StepInput(
             counted,
             shares,
-            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, places, rows),
+            GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, places, agreed.replica_rows),
             lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
             number,
             self._per_item(agreed.plan, counted, shares) if agreed.pattern.training else None,
@@ -429,11 +425,6 @@ class Steps:
         self.transport.all_reduce("data", items)
         return 1 / torch.where(items == 0, 1.0, items) if plan.counts else None
 
-    @cached_property
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """This rank's (name, parameter) pairs, which are the same in all steps."""
-        return list(self.rank_state.module.named_parameters())
-
     def _play(self, agreed: AgreedBatch, bound: Bound, step: StepInput) -> StepResult:
         """Runs this process's part of the schedule: a rank's row, or all rows in an order that does not deadlock."""
         # Micro-batches with equal layout numbers have equal message layouts; without weight they may get no gradient.
@@ -445,7 +436,7 @@ class Steps:
         """Returns the outcome of the step, the same on every rank. RunError if the loss is a Sum in some steps and a
         mean in others, or if gradients of a Sum would be reduced in float16, which would overflow."""
         precision = self._options.precision
-        transport, message, ask = self.transport, self._message, self._gradients.ask
+        transport, ask = self.transport, self._gradients.ask
         at_output = loss if transport.pipe_rank in (None, *plan.output_ranks) else None
         # The rank that adds the replicas' losses up asks with the same message.
         adds = transport.data_size > 1 and (transport.pipe_rank,) == plan.output_ranks
@@ -453,7 +444,7 @@ class Steps:
             if not adds:
                 ask(None)
             add_up = ask if adds else partial(transport.all_reduce, "data")
-            outcome = conclude(transport, at_output, plan, message, earlier, is_agreed, add_up)
+            outcome = conclude(transport, at_output, plan, self._message, earlier, is_agreed, add_up)
         is_sum = outcome.kind.is_sum
         if self._is_sum not in (None, is_sum):
             raise RunError("the loss is a fxpipe.Sum in one step and a mean in another; return the same kind always")

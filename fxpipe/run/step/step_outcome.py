@@ -135,7 +135,7 @@ def conclude(
         if is_sum:  # the loss of a step without items is 0, and not 0 / 0
             count = torch.where(sums[1] == 0, 1.0, sums[1])
             numbers = torch.cat([(sums[0] / count).view(1), (1 / count).view(1), sums[2:]])
-    loss, factor, *metrics = message.exchange(numbers, output_rank)
+    loss, factor, *metrics = message.exchange(numbers, output_rank).unbind()  # iterating would check for a trace
     named = combined_metrics(dict(zip(columns, metrics, strict=True)), dtype)
     return StepOutcome(loss.to(step_dtype(dtype)), factor if is_sum and not counted else None, named, kind)
 
