@@ -444,7 +444,7 @@ class LeftOut(BoundAction):
 
 
 class GroupForward(ForwardAction):
-    """F of a gathered stage: joins each input from those of the group's micro-batches."""
+    """F of a gathered stage: joins the inputs of the group's micro-batches."""
 
     def bound_inputs(self) -> list[Fetch]:
         # An input may come in two modes, "batch" and "global", and is taken once: taking it empties its slot.
@@ -481,7 +481,7 @@ class GroupForward(ForwardAction):
 
 
 class GroupBackward(BackwardAction):
-    """B or I of a gathered stage: cuts each input's gradient into those of the group's micro-batches."""
+    """B or I of a gathered stage: cuts each input's gradient into one part for each micro-batch of the group."""
 
     def bound_outputs(self) -> list[int]:
         executor, action = self.executor, self.action
