@@ -77,16 +77,16 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
         loss_fn: called on the model's output and the call's ``target``, or, with one argument, on the output alone
             (``lambda out: out[1]``). None: the model returns the loss. A module may have parameters, which are trained
             as ``loss_fn.…`` of the model.
-        boundaries: submodules to cut at, without marks in the model: names, patterns, a dict name → rule, a function of
+        boundaries: submodules to cut at. Names, patterns, a dict name → rule, a function of
             dict(model.named_modules()) that returns one of these, or a ``fxpipe.Cuts``. "auto": the cut and placement
             with the lowest simulated step time. All rules: examples/real_models.md#where-to-cut.
         microbatches: the number of micro-batches per batch. None: 4 × the pipe ranks, or 1 with a single pipe rank.
         example_args: a batch, passed as in later calls. Without an example the capture takes required inputs for
             tensors and optional inputs for absent; a call that differs is captured anew.
         example_kwargs: the batch's inputs that are passed by name.
-        batch_dim: the dimension to split micro-batches along: a number for all inputs, or a dict input → dimension,
-            None (not split), ``fxpipe.Packed`` (rows of another number) or ``fxpipe.Offsets`` (packed sequences), or
-            such a dict for a dict input. Other inputs: 0. All rules: examples/inputs.md.
+        batch_dim: the dimension to split micro-batches along, for all inputs. Or a dict input → a dimension, None (not
+            split), ``fxpipe.Packed`` (rows of another number), ``fxpipe.Offsets`` (packed sequences), or such a dict
+            for a dict input. Other inputs: 0. All rules: examples/inputs.md.
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight. None: its rows.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all" (examples/stages_on_ranks.md). None, with

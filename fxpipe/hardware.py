@@ -239,10 +239,15 @@ _SHEETS: Mapping[str, tuple[float, float, float, float, float | None, float, flo
     "rtx4090": (82.6, 165.2, 1008, 32, None, 24, 32),
     "mi300x": (653.7, 1307.4, 5300, 448, 50, 192, 64),
 }
-"""Name → 10^12 operations a second in TF32 (V100: float32) and in bfloat16 (V100: float16), dense; 10^9 bytes a second
-of memory, to neighbours one way (NVLink, Infinity Fabric; else PCIe), and of the GPU's share of a node's network;
-10^9 bytes of memory; 10^9 bytes a second over PCIe to the host, one way (16 lanes of PCIe 3: 16, 4: 32, 5: 64). From
-the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
+"""Name → seven figures:
+
+- two speeds in 10^12 dense operations a second: TF32 (V100: float32), and bfloat16 (V100: float16);
+- three speeds in 10^9 bytes a second: memory, to neighbours one way (NVLink, Infinity Fabric; else PCIe), and the GPU's
+  share of a node's network;
+- 10^9 bytes of memory;
+- 10^9 bytes a second over PCIe to the host, one way (16 lanes of PCIe 3: 16, 4: 32, 5: 64).
+
+From the makers' data sheets: V100 SXM2, A100 SXM (80 and 40 GB), H100 SXM, H200 SXM, B200 (HGX),
 L40S, L4, GeForce RTX 4090, Instinct MI300X. Networks: DGX-1 4 × 100 Gbit/s, DGX A100 8 × 200, DGX H100, H200, B200 and
 MI300X's platform 8 × 400.
 """

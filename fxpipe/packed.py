@@ -27,10 +27,11 @@ class Packed:
     Weights of micro-batches still count the batch's rows.
 
     Args:
-        counts: the number of rows or entries per row. A whole number is for all rows. A name is a 1-dimensional input
-            that holds the numbers, or an input with ``Offsets``. A function has names of inputs as its parameters, and
-            returns the numbers, as a 1-dimensional tensor of integers or a list of whole numbers. The numbers must sum
-            to the size of ``dim``, or to the length of the list. Counts on a GPU make the host wait.
+        counts: the number of rows or entries per row. A whole number holds for all rows. A name is the name of a
+            1-dimensional input that holds the numbers, or of an input with ``Offsets``. A function, whose parameters
+            are names of inputs, returns the numbers as a 1-dimensional tensor of integers or a list of whole numbers.
+            The numbers must sum to the size of ``dim``, or to the length of the list. Counts on a GPU make the host
+            wait.
         of: a packed input whose rows the counts are for; None: the batch's rows.
         dim: the dimension of a tensor that is split.
 

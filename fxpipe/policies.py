@@ -80,11 +80,11 @@ class Checks(_Checked):
 
     batches: bool = True
     """Whether ranks compare digests of the inputs that they share. They compare in the first 3 calls of each capture
-    and in every 100th, and in the first 3 calls with each of the first 8 kinds of batch. A difference raises a RunError
+    and every 100th, and in the first 3 calls with each of the first 8 kinds of batch. A difference raises a RunError
     one call later. fxpipe also warns of replicas with equal batches."""
     nonfinite: Literal["warn", "raise"] = "warn"
-    """The result of a loss that is inf or nan. "warn": one warning, one call late. "raise": a RunError in the call
-    itself, on all ranks and before an optimizer steps. Each call then waits for its loss."""
+    """What happens if a loss is inf or nan. "warn": one warning, one call late. "raise": a RunError in the call itself,
+    on all ranks and before an optimizer steps. Each call then waits for its loss."""
     timeout: float = 300.0
     """Seconds that a wait may take, on the CPU, before this rank names the event that it waits for, warns all others
     and raises. While other ranks capture, compile or save, a wait may take longer, by up to 12 times this."""

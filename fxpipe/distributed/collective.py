@@ -78,10 +78,10 @@ def without_frames(error: E) -> E:
 class Collective(NamedTuple):
     """An operation on a group of ranks.
 
-    ``operation``: "all_reduce" and "maximum" (``output``, in place), "reduce_scatter" (``input``, which may be
-    overwritten, is as long as all outputs together), "all_gather" (``output`` is as long as all inputs together),
-    "reduce" and "broadcast" (``output``, in place, to or from the group's rank number ``root``). ``then`` is called
-    when the operation ends, before the next collective of its chain starts.
+    ``operation`` is the name of the operation. "all_reduce" and "maximum" work on ``output`` in place. For
+    "reduce_scatter", ``input`` is as long as all outputs together, and may be overwritten. For "all_gather", ``output``
+    is as long as all inputs together. "reduce" and "broadcast" work on ``output`` in place, to or from the group's rank
+    number ``root``. ``then`` is called when the operation ends, before the next collective of its chain starts.
     """
 
     operation: str

@@ -67,9 +67,9 @@ def init(timeout: float = TIMEOUT, device: Literal["cpu"] | None = None) -> torc
     """Starts torch.distributed from torchrun's or SLURM's environment, and returns this process's device.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. SLURM, under srun with several tasks:
-    SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID; processes meet on the first host of SLURM_STEP_NODELIST (or
-    SLURM_JOB_NODELIST) at a port derived from SLURM_JOB_ID and SLURM_STEP_ID, unless MASTER_ADDR and MASTER_PORT
-    are set; processes of another job with the same port do not join.
+    SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID. If MASTER_ADDR and MASTER_PORT are not set, SLURM's processes meet on the
+    first host of SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST). Their port is derived from SLURM_JOB_ID and
+    SLURM_STEP_ID. Processes of another job with the same port do not join.
     Without either environment, this is the only process and ``init`` starts nothing. If torch.distributed is
     started already, ``init`` only returns the device.
 

@@ -427,10 +427,10 @@ class Topology(Tabular):
         )
 
     def context_part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Returns this rank's positions of a tensor with all positions along ``dim``.
+        """Returns this rank's positions of a tensor that has all positions along ``dim``.
 
-        The tensor is cut into 2c equal chunks. The r-th of c context ranks gets the r-th chunk, and the r-th chunk from
-        the end. So causal attention costs all of them the same.
+        The tensor is cut into 2c equal chunks. The r-th of c context ranks gets the r-th chunk and the r-th from the
+        end, so that causal attention costs all ranks the same.
         A process that plays every rank gets the tensor itself.
 
         Raises:

@@ -69,10 +69,9 @@ def stage_boundary(value: T, *, name: str | None = None, gather: Mode | None = N
         value: a tensor, or any tuple, list, dict or dataclass that holds tensors: one boundary carries all of them, and
             other values pass through unchanged.
         name: the name of the stage that the boundary opens, the code after the boundary.
-        gather: "batch": this stage and all later stages run once for a group of micro-batches. They run on the
-            micro-batches' values, concatenated along ``batch_dim``. Gradients are split, and sent back to each.
-            "global": also on the values of all replicas, in the order of the data axis. None: once for each
-            micro-batch.
+        gather: "batch": this stage and all later stages run once for a group of micro-batches, on the micro-batches'
+            values concatenated along ``batch_dim``. Gradients are split, and sent back to each. "global": also on the
+            values of all replicas, in the order of the data axis. None: once for each micro-batch.
         group: the number of micro-batches in a group, a divisor of their total; None: all of them.
 
     Raises:

@@ -268,19 +268,17 @@ class ForwardBackward:
         """Runs forward in eval mode without gradients; returns the model's output. A collective call of all ranks.
 
         Rows of the micro-batches are concatenated to the rows of this replica's batch. A number, or 0-dimensional
-        tensor, is reduced over micro-batches and over the data axis: floating point to the mean in at least float32,
-        weighted as the loss of a step is (by rows or ``loss_weight``), integers to the sum; a ``fxpipe.Sum`` holds the
-        sums of totals and counts. If
-        ``loss_fn`` and ``target=`` are given, the output is the loss; if the ``loss_fn`` needs no target, only
-        ``outputs="loss"`` gives the loss. A tensor whose dimension 0, or the inputs' batch dimension, does not hold its
-        micro-batch's rows is returned as a list with an entry for each micro-batch.
+        tensor, is reduced over micro-batches and over the data axis. Integers are summed. Floating-point numbers are
+        averaged in at least float32, with the weights of a step's loss (rows or ``loss_weight``). A ``fxpipe.Sum``
+        holds the sums of totals and counts. If ``loss_fn`` and ``target=`` are given, the output is the loss. If the
+        ``loss_fn`` needs no target, only ``outputs="loss"`` gives the loss. A tensor whose dimension 0, or the inputs'
+        batch dimension, does not hold its micro-batch's rows is returned as a list with an entry for each micro-batch.
 
         Args:
             *args: a batch, as in a call.
             **kwargs: the inputs of the batch that are passed by name.
-            outputs: "last": the ranks of the last stage return the output, and other ranks None. "all": every rank
-                returns the output. "loss": every rank returns the loss alone as a number. A ``Sum`` gives total /
-                count.
+            outputs: "last": the ranks of the last stage return the output, other ranks None. "all": every rank returns
+                the output. "loss": every rank returns the loss alone as a number. A ``Sum`` gives total / count.
 
         Raises:
             RunError: the replicas' outputs have different numbers.
@@ -495,12 +493,12 @@ class ForwardBackward:
     def record_values(self, folder: str | os.PathLike[str], *, full: bool = False) -> Iterator[None]:
         """Records the numbers of the calls inside, for ``fxpipe.bisect`` to find where two runs part.
 
-        Recorded are, for each micro-batch, the inputs, the values that pass between stages and their gradients, and the
-        losses. In addition, each parameter's gradient after the reduction, and each parameter after the optimizer's
-        step. An entry has the type, shape, a 64-bit hash of the bits, norm, largest value, the number of inf and nan,
-        and 4 random projections. Each rank appends to a file of its own, and waits for its device at the end of each
-        call. The keys do not depend on ranks, schedule, placement or ``zero``. ``evaluate`` is not recorded. Call it on
-        every rank.
+        For each micro-batch it records the inputs, the values that pass between stages, their gradients, and the loss.
+        For each parameter it records the gradient after the reduction, and the value after the optimizer's step.
+        A record has the type, the shape, a 64-bit hash of the bits, the norm, the largest value, the number of inf and
+        nan, and 4 random projections. Each rank appends to a file of its own, and waits for its device at the end of
+        each call. The keys do not depend on ranks, schedule, placement or ``zero``. ``evaluate`` is not recorded. Call
+        it on every rank.
 
         Args:
             folder: the folder of the files, the same on every rank.

@@ -75,9 +75,9 @@ def load(
         scheduler: an object whose ``load_state_dict`` is called with the saved state.
         loader: likewise; on another number of replicas, its attribute ``any_replicas`` must be ``True``.
         average: a ``fxpipe.Average``, if one was saved.
-        required: whether a folder without checkpoints is an error. False, for a program that starts a run and restarts
-            it after a failure: without a checkpoint ``load`` returns step 0, and the folder is locked for this process
-            from then on, as ``save`` locks it. Evaluation takes True, which locks nothing.
+        required: whether a folder without checkpoints is an error. Write False in a program that starts a run and
+            restarts it after a failure. Without a checkpoint ``load`` then returns step 0, and locks the folder for
+            this process, as ``save`` locks it. For evaluation write True, which locks nothing.
 
     Returns:
         ``extra``, with the number of steps made under "step".
@@ -339,8 +339,8 @@ def fitted(name: str, optimizer: Savable, reader: FolderReader, device: torch.de
 
 
 def _to_fill(own: Any, there: Any, reader: FolderReader, device: torch.device) -> Any:
-    """The target of each value that the checkpoint has ``there``: the optimizer's own value if the shape fits, or else
-    a new tensor. The number, kind and shape of an optimizer's values may depend on its state."""
+    """The target of each value that the checkpoint has ``there``. It is the optimizer's own value if the shape fits, or
+    else a new tensor: the number, kind and shape of an optimizer's values may depend on its state."""
     if isinstance(there, str) and there in reader.tensors:
         shape, dtype = reader.tensors[there]
         if isinstance(own, Tensor):

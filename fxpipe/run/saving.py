@@ -63,10 +63,10 @@ def save(
     """Writes a checkpoint, ``folder/step-000812``, that is complete or absent. A collective call of all ranks.
 
     The checkpoint holds the model and the optimizer under the plain model's names, in the format of
-    torch.distributed.checkpoint. It also holds every rank's random state, the next step's number, the seed of the
-    stages' random numbers, the costs of the last recorded step, and the states of the other arguments. The files get
-    their final folder name once all are on the disk, with a manifest of sizes and checksums; ``folder/latest`` is
-    always complete.
+    torch.distributed.checkpoint. It holds every rank's random state, the next step's number, and the seed of the
+    stages' random numbers. It also holds the costs of the last recorded step, and the states of the other arguments.
+    The files get their final folder name once all are on the disk, with a manifest of sizes and checksums;
+    ``folder/latest`` is always complete.
 
     Args:
         folder: the run's folder; all ranks see it, and no other run writes to it.

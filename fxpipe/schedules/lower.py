@@ -239,8 +239,10 @@ class Lowering:
         return self._places.get((message.receiver, use), len(self._rows[message.receiver]))
 
     def _posted_ahead(self, message: Message) -> int:
-        """Returns how many actions ahead of its use a receive is posted: 1; of a group, whose micro-batches a stage
-        makes one after another, 1 for the last, 2 for the one before, and so on."""
+        """Returns how many actions ahead of its use a receive is posted: 1, without a group.
+
+        A stage makes the micro-batches of a group one after another: 1 for the last, 2 for the one before, and so on.
+        """
         edge = self._edges[message.edge]
         if not self._groups or message.direction is BACKWARD:
             return 1

@@ -28,8 +28,9 @@ class PlacedStages(Protocol):
 def lower_bound(
     stages: PlacedStages, costs: Costs, groups: Sequence[int] | None, rows: Sequence[Sequence[Action]] = ()
 ) -> float:
-    """Returns a lower bound of the makespan of all tables of a stage graph that split the same backwards in halves: max
-    over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
+    """Returns a lower bound of the makespan of all tables of a stage graph that split the same backwards in halves.
+
+    It is the max over ranks of [shortest head + max(m·Σ(F + B), m·Σ(F + G) + shortest tail)].
 
     A head is the longest forward path to a stage of the rank, before the rank can begin; a tail the longest backward
     path after its last gradient. G is a stage's time before it sends a gradient: B, or, if the table splits its

@@ -5,10 +5,11 @@ The slowest rank sets the pace of a pipeline, so the greatest segment is made as
     A(k, j) = min over i < j of max(A(k − 1, i), cost(i, j))
 
 A(k, j) is the greatest cost of the first j blocks in k segments. This is PipeDream's partitioning without replication
-(Narayanan et al., SOSP 2019, section 3.1). Here cost(i, j) = seconds(i, j) + w · (hop(i) + hop(j)): 1F1B holds so few
-micro-batches in flight that a rank waits for a fraction w of its hops. w depends on the table, so several w are tried.
-Each w is also tried with seconds(0, i) / m added. A rank runs its m micro-batches after the first micro-batch's forward
-and before the last micro-batch's backward on the earlier ranks, so the last rank of a chain should have least work.
+(Narayanan et al., SOSP 2019, section 3.1). Here cost(i, j) = seconds(i, j) + w · (hop(i) + hop(j)). 1F1B holds so few
+micro-batches in flight that a rank waits for a fraction w of its hops. The fraction w depends on the table, so several
+w are tried. Each w is also tried with seconds(0, i) / m added. A rank runs its m micro-batches after the first
+micro-batch's forward and before the last micro-batch's backward on the earlier ranks, so the last rank of a chain
+should have least work.
 
 A depth-first order finishes a branch before it begins another, and puts each block before the first block that needs
 it: the keys of a cross-attention are in the decoder, not after the encoder. An order by upward rank interleaves the

@@ -45,10 +45,11 @@ class GradientSums:
 def data_groups(topology: Topology, zero: int, scope: str) -> Groups:
     """The groups of the data axis.
 
-    "shard": the ranks that sum gradients first, and cut them into sections where another sum follows. These are the
-    ranks of a node where data groups have several ranks in each of several nodes; the whole data group otherwise, and
-    with ``scope="data"``. "replica": the ranks with the same section. "gather" has the ranks of "shard", "flags" the
-    ranks of the data group, "all" every rank: groups of their own, so that no collective waits for another group's.
+    "shard": the ranks that sum gradients first, and cut them into sections where another sum follows. If data groups
+    have several ranks in each of several nodes, these are the ranks of a node. Otherwise, and with ``scope="data"``,
+    they are the whole data group. "replica": the ranks with the same section. "gather" has the ranks of "shard",
+    "flags" the ranks of the data group, "all" every rank. Each is a group of its own, so that no collective waits for
+    another group's.
     """
     hierarchical = all(len(group) > 1 for group in (*topology.shard_groups(), *topology.replica_groups()))
     in_one_node = scope == "data" if zero else not hierarchical

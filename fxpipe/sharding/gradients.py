@@ -418,7 +418,7 @@ def _given_to_total_norm(caller: FrameType | None) -> int:
 
 
 _TOTAL_NORM, _BETWEEN = inspect.unwrap(torch.nn.utils.get_total_norm).__code__, 8
-"""The most frames between: a list comprehension's before Python 3.12, and frames of modes, such as a default device."""
+"""The most frames between: a list comprehension's before Python 3.12, and the frames of modes, as a default device."""
 
 
 @cache

@@ -50,9 +50,9 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
     """Makes a process group by calls of its members alone; ``name``: unique among groups, and equal on all members.
 
     ``new_group(use_local_synchronization=True)`` takes no name. It names a group by the process's number of groups,
-    which differs by process; and on NCCL it would split a communicator of all ranks, so that all ranks must call it.
-    transformers' LLaVA needs such a group if only one replica gets a batch without images: that replica then has a link
-    between two ranks that the other replicas never have.
+    which differs by process. On NCCL it would also split a communicator of all ranks, and all ranks must call it.
+    transformers' LLaVA needs a group of members if only one replica gets a batch without images. That replica then has
+    a link between two ranks that the other replicas never have.
     """
     home: Any = dist.distributed_c10d
     # While new_group runs, torch takes the name and the source of a split from these functions.

@@ -74,7 +74,7 @@ def holds_for(expression: str | types.CodeType, tensors: Mapping[str, Any]) -> b
 @contextlib.contextmanager
 def sizes_like_any() -> Iterator[None]:
     """While the context is open, symbolic sizes may be 0 or 1 like any other number, unless a guard distinguishes them.
-    torch would still assume positive sizes, and would simplify ``max(size, 1)`` to the size without a guard."""
+    Otherwise torch assumes positive sizes, and simplifies ``max(size, 1)`` to the size without a guard."""
     home: Any = symbolic_shapes
     make = home.make_symbol
 

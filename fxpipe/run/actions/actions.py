@@ -504,7 +504,7 @@ class GroupForward(ForwardAction):
 
 
 class GroupBackward(BackwardAction):
-    """B or I of a gathered stage: cuts each input's gradient into the gradients of the group's micro-batches."""
+    """B or I of a gathered stage: cuts each input's gradient into one part for each micro-batch of the group."""
 
     def bound_outputs(self) -> list[int]:
         executor, action = self.executor, self.action

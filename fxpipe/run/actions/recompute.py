@@ -37,7 +37,7 @@ def without_graph(value: Any) -> Any:
 class RecomputedForward:
     """A stage's forward that will run again: its inputs, and the state that it began with.
 
-    ``proves``: whether the outputs of the second run are compared with the first run's outputs.
+    ``proves``: whether the outputs of the two runs are compared.
     """
 
     def __init__(

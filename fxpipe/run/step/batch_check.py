@@ -45,10 +45,10 @@ class BatchCheck:
     """Compares digests of the ranks' inputs in the next call, when the device has long computed the digests.
 
     Checked are the first 3 calls of each plan and every 100th of them, in training and in evaluation, and the first 3
-    with each of the first 8 kinds of batch. Inputs that two or more ranks of a pipe group have must be equal. Inputs
-    of a tensor group, and the tensors that ``topo.context_part`` cuts in a context group, must be equal in the first 3
-    steps and every 100th. In these steps a single rank warns, once, of replicas whose batches are equal, and of ranks
-    of a pipe group that have no input in common, unless ``topo.sampler`` draws their rows.
+    with each of the first 8 kinds of batch. Inputs that two or more ranks of a pipe group have must be equal. In
+    the first 3 steps and every 100th, the same holds for the inputs of a tensor group, and for the tensors that
+    ``topo.context_part`` cuts in a context group. In these steps a single rank warns, once, of replicas whose batches
+    are equal, and of ranks of a pipe group that have no input in common, unless ``topo.sampler`` draws their rows.
     """
 
     def __init__(self, transport: Transport, topology: Topology, on: bool) -> None:

@@ -282,8 +282,11 @@ class Steps:
         return self._unsummed and any(parameter.grad is not None for parameter in self.module.parameters())
 
     def evaluate(self, calls: Sequence[Call], split_evenly: bool, outputs: str) -> Any:
-        """Runs forward in eval mode; returns the output on the ranks of the last stage ("last") or on "all" ranks, or
-        only the "loss" on all ranks; a list if the caller has split the batch. A collective call of all ranks."""
+        """Runs forward in eval mode. A collective call of all ranks.
+
+        Returns the output on the ranks of the last stage ("last") or on "all" ranks, or only the "loss" on all ranks.
+        If the caller has split the batch, the output is a list.
+        """
         name = f"evaluate, before step {self.number}" + f', outputs="{outputs}"' * (outputs != "last")
         with evaluating(self.module), announced(name + self.which):
             return self._run_forward(calls, split_evenly, outputs)

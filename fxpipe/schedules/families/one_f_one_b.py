@@ -93,7 +93,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     """Returns the shortest of several tables at ``problem.costs``.
 
     A stage holds at most the larger of d(s) and ⌈round trip / bottleneck period⌉ micro-batches, or as many as
-    ``in_flight`` and ``memory`` allow. 1F1B is among the tables: greedy is never slower within the same limits. For
+    ``in_flight`` and ``memory`` allow. One of the tables is 1F1B, so greedy is never slower within the same limits. For
     very many micro-batches, a smaller problem decides which of the other tables to make: the steady state repeats. If
     ``memory`` is set, and the costs give ``deferred_bytes``, the bytes held for a deferred W, backwards may be split,
     and each W runs anywhere that memory allows.

@@ -42,9 +42,10 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     for each stage of a rank (1 more where ranks would deadlock).
 
     On a balanced chain of p stages with W ≤ min(F, I) the makespan is m(F + I + W) + (p − 1)(F + I − W). If a rank has
-    several stages, the shortest of ``laps`` and list scheduling with the same caps, for F = I = W = 1: 3mv + p − 1 on
-    a chain that goes v times round p ≤ m ranks. At other costs, the shortest of that and of list schedules that hold no
-    more; with a gathered stage, ``group_interleaved`` with split backwards.
+    several stages, these are the rows of the shortest of ``laps`` and list scheduling with the same caps. For
+    F = I = W = 1 on a chain that goes v times round p ≤ m ranks, the makespan is 3mv + p − 1. At other costs, list
+    schedules that hold no more are compared, too. With a gathered stage, it is ``group_interleaved`` with split
+    backwards.
     """
     if problem.is_grouped:
         return interleaved_groups(problem, split=True)
@@ -93,8 +94,9 @@ DOWN, UP = 0, 1  # the two halves of the V
 
 
 def zb_v(problem: Problem) -> tuple[Row, ...]:
-    """Rows of the makespan 6m + p − 1 for m ≥ 2p − 1 micro-batches and F = I = W = 1, which hold 2p micro-batches at
-    the two stages of a rank together.
+    """Rows of the makespan 6m + p − 1 for m ≥ 2p − 1 micro-batches and F = I = W = 1.
+
+    The two stages of a rank together hold 2p micro-batches.
 
     Raises:
         ScheduleError: the stages are no chain, with or without skips, or its placement does not fold.
