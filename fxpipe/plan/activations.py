@@ -170,10 +170,11 @@ class _Search:
                 raise self._does_not_fit(before.peaks, kinds)
             _, choice = min(ranked, key=itemgetter(0))
         # 2. A later mark may have made an earlier mark needless, or another mark faster.
-        for stage in reversed(range(len(choice))):
-            if choice[stage] is not self._first[stage] and not self.figures(_with(choice, stage, KEEP)).over:
-                choice = _with(choice, stage, KEEP)
-            for kind in kinds if choice[stage] is not self._first[stage] and len(kinds) > 1 else ():
+        for stage in reversed([stage for stage, kind in enumerate(choice) if kind is not self._first[stage]]):
+            if not self.figures(tried := _with(choice, stage, KEEP)).over:
+                choice = tried
+                continue
+            for kind in [kind for kind, names in kinds.items() if self._graph.names[stage] in names]:
                 after = self.figures(tried := _with(choice, stage, kind))
                 if not after.over and after.seconds < self.figures(choice).seconds * (1 - 1e-9):
                     choice = tried

@@ -113,6 +113,13 @@ def test_auto_takes_the_faster_way(
     assert found == [recomputed, offloaded, both]
 
 
+def test_a_list_beside_auto_marks_no_other_stage() -> None:
+    # Each stage whose rank is too full takes the only way that the options leave it, though offload is faster.
+    assert case(*CHAIN, 1.0).chosen(2, "auto", ["stage0"]) == (70, "RRKK")
+    assert case(*CHAIN, 1.0).chosen(3, "auto", ["stage0"]) == (57, "OKKK")
+    assert case(*CHAIN, 1.0).chosen(3, "auto", ["stage1"]) == (69, "RKKK")
+
+
 def test_only_ranks_that_are_too_full_are_marked() -> None:
     assert case(*CHAIN, 1.0).chosen(2, "auto", "auto") == (57, "OOKK")
     assert case(*CHAIN, 3.0).chosen(2, "auto", "auto") == (70, "RRKK")
