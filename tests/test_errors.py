@@ -47,6 +47,8 @@ INTERNAL: dict[str, list[Callable[[nn.Linear, Tensor], object]]] = {
     "Asked": [lambda layer, x: layer.weight.sum() > x.sum(), lambda layer, x: x.max() > 9 or np.random.rand()],
     "Unanswered": [lambda layer, x: all((x * number).sum() > -99 for number in range(4))],
     "_Unknown": [lambda layer, x: True],
+    "Differs": [],  # the layer is traced as usual
+    "Unrepeatable": [],
 }
 """Exception of fxpipe that is of no public class → what leads to it."""
 

@@ -174,6 +174,8 @@ class _Binder:
 class BoundAction:
     """The base of all actions of a row: the order of waiting, running and timing."""
 
+    awaits_copies = False
+    """Whether the action needs activations that are copied to the host, or back."""
     names_inputs = False
     """Whether an error in the stage's code is reported with the stage's inputs, which ``run`` leaves in ``arrived``."""
 
@@ -194,7 +196,8 @@ class BoundAction:
         for on_wait in watched.on_wait:
             on_wait(action)
         arrived = [take() for take in self.takes]
-        self.await_copies()
+        if self.awaits_copies:
+            self.await_copies()
         for on_start in watched.on_start:
             on_start(action, stage, arrived)
         try:
@@ -373,6 +376,8 @@ class Recomputation(BoundAction):
 class Offload(BoundAction):
     """O: the activations have left for the host's memory."""
 
+    awaits_copies = True
+
     def await_copies(self) -> None:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.wait()
@@ -398,6 +403,7 @@ class BackwardAction(BoundAction):
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
         self.takes = [executor.take(edge, BACKWARD, action.microbatch) for edge in self.stage.outputs]
+        self.awaits_copies = (action.stage, action.microbatch) in executor.table.offloaded
         stages = executor.graph.stages
         self.fed = [
             (index, edge)
