@@ -77,9 +77,9 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
         loss_fn: called on the model's output and the call's ``target``, or, with one argument, on the output alone
             (``lambda out: out[1]``). None: the model returns the loss. A module may have parameters, which are trained
             as ``loss_fn.…`` of the model.
-        boundaries: submodules to cut at. Names, patterns, a dict name → rule, a function of
-            dict(model.named_modules()) that returns one of these, or a ``fxpipe.Cuts``. "auto": the cut and placement
-            with the lowest simulated step time. All rules: examples/real_models.md#where-to-cut.
+        boundaries: submodules to cut at, without marks in the model. Write names, patterns, a dict name → rule, a
+            function of dict(model.named_modules()) that returns one of these, or a ``fxpipe.Cuts``. "auto": the cut and
+            placement with the lowest simulated step time. All rules: examples/real_models.md#where-to-cut.
         microbatches: the number of micro-batches per batch. None: 4 × the pipe ranks, or 1 with a single pipe rank.
         example_args: a batch, passed as in later calls. Without an example the capture takes required inputs for
             tensors and optional inputs for absent; a call that differs is captured anew.

@@ -19,7 +19,8 @@ def update_batch_norm(forward_backward: ForwardBackward, loader: Iterable[Any]) 
     Args:
         forward_backward: the object that ``fxpipe.compile`` returned.
         loader: batches. Each is a tensor, a dict of the inputs by name, or a tuple or list of all inputs. If
-            ``compile`` was given a ``loss_fn``, a tuple or list may end with the loss's input, which is left out.
+            ``compile`` was given a ``loss_fn``, a tuple or list has the model's input first. The other entries, which
+            the loss needs, are left out.
 
     Raises:
         RunError: ``forward_backward`` is none, or a call of it runs; or a batch does not fit the model.

@@ -212,6 +212,8 @@ class BoundAction:
 
     def await_copies(self) -> None:
         """The rank's stream waits for the copies of activations that the action needs."""
+        assert self.residuals.offloaded is not None
+        self.residuals.offloaded.wait()
 
     def mark_of_copies(self) -> Callable[[], None] | None:
         """The function that tells observers that copies start, or have ended; None if no observer asks."""
@@ -378,10 +380,6 @@ class Offload(BoundAction):
 
     awaits_copies = True
 
-    def await_copies(self) -> None:
-        assert self.residuals.offloaded is not None
-        self.residuals.offloaded.wait()
-
     def run(self, arrived: list[Any]) -> Sequence[Any]:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.release()
@@ -411,10 +409,6 @@ class BackwardAction(BoundAction):
             if isinstance(edge, Edge) and stages[edge.source].has_backward
         ]
         self.slots = self.bound_outputs()
-
-    def await_copies(self) -> None:
-        if self.residuals.offloaded is not None:
-            self.residuals.offloaded.wait()
 
     def bound_outputs(self) -> list[int]:
         return [self.executor.slot(edge, BACKWARD, self.action.microbatch) for _, edge in self.fed]
