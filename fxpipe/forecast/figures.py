@@ -28,7 +28,7 @@ from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
-from fxpipe.sharding.data_axis import dealt
+from fxpipe.sharding.data_axis import block_bytes, dealt
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
@@ -312,7 +312,10 @@ class _Forecast:
             sums = [Sent(times * part * wire, crossing)]
             if zero or replicas > 1:
                 sums.append(Sent(2 * (replicas - 1) / replicas * wire / shards, 1.0))
-            gathers = [Sent(part * whole, crossing)] if zero else []
+            # With one micro-batch, zero=3 gathers all blocks but the last for the backward, too.
+            again = zero == 3 and self.schedule.microbatches == 1
+            again = again and whole > block_bytes(whole, self.options.sharding.bucket_bytes)
+            gathers = [Sent((1 + again) * part * whole, crossing)] if zero else []
             for each in (each for each in tensors if id(each) in self.parts):
                 spread, size = self.parts[id(each)], each.element_size()
                 ring, leaves = 1 - 1 / len(spread.summed_over), self._crosses(spread.summed_over)

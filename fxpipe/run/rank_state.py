@@ -202,7 +202,7 @@ def make_rank_state(
     gradients: Gradients | None = None
     parallel = None
     if options.sharding.level == 3 and transport.data_size > 1:
-        from fxpipe.sharding.fsdp import FullyShardedGradients  # importing FSDP2 is slow
+        from fxpipe.sharding.fully_sharded import FullyShardedGradients  # importing FSDP2 is slow
 
         mesh = topology.data_mesh(options.sharding.scope)
         gradients = FullyShardedGradients(

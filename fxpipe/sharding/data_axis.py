@@ -104,6 +104,12 @@ ALIGNMENT = 64
 """Bytes. A parameter's alignment decides which kernel runs, and so the last bit: all have torch's alignment."""
 
 
+def block_bytes(parameters: int, most: int) -> int:
+    """The least bytes of a block of ``zero=3``. ``parameters``: the bytes of all of a rank's parameters. Two or three
+    blocks are whole at once, so that a small model has small blocks."""
+    return min(most, max(2**20, parameters // 32))
+
+
 @dataclass(frozen=True)
 class Item:
     """A parameter to put into a bucket. Only items of the same ``kind`` share a bucket."""

@@ -579,7 +579,7 @@ class ParallelGradients(Reducer):
             wait()
         if stage in self._sharded:  # FSDP2 gathers all parameters before the stage runs
             self._sharded[stage].gather()
-        return {}
+        return Waits()
 
     def gathered(self) -> Iterable[Tensor]:
         return [parameter for sharded in self._sharded.values() for parameter in sharded.gathered]

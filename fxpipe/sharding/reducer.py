@@ -249,13 +249,13 @@ class Reducer(Gradients):
     def awaited(self, stage: int) -> Waits:
         # The next forward waits for a bucket where it first uses it, so that gathers overlap with earlier computing.
         if not self._buckets:
-            return {}
+            return Waits()
         under_way = [(bucket, member) for bucket in self._buckets if bucket.gathering for member in bucket.members]
-        return {
-            id(member.parameter): bucket.settle
+        return Waits(
+            (id(member.parameter), bucket.settle)
             for bucket, member in under_way
             if stage in self._shared[member.slot.name].stages
-        }
+        )
 
 
 def _kind(shared: Shared, whole: bool) -> BucketKind:

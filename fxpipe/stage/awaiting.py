@@ -7,8 +7,10 @@ code and the module are not changed, and a forward that has nothing to await cos
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -18,9 +20,15 @@ from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import has_opaque_calls
 
 T = TypeVar("T")
-Waits = dict[int, Callable[[], object]]
-"""The identity of a parameter under way → a function that returns once the parameter may be read. Parameters that
-arrive together have the same function, and are removed together."""
+
+
+class Waits(dict[int, Callable[[], object]]):
+    """The identity of a parameter under way → a function that returns once the parameter may be read. Parameters that
+    arrive together have the same function, and are removed together."""
+
+    around: AbstractContextManager[object] = contextlib.nullcontext()
+    """The context in which the forward runs."""
+
 
 _waits: ContextVar[Waits] = ContextVar("waits")
 
@@ -29,7 +37,8 @@ def awaiting(waits: Waits, call: Callable[..., T], *args: Any) -> T:
     """Runs ``call(*args)``; the stage inside awaits its parameters, all of which have arrived when this returns."""
     token = _waits.set(waits)
     try:
-        result = call(*args)
+        with waits.around:
+            result = call(*args)
     finally:
         _waits.reset(token)
     _wait(waits, waits)

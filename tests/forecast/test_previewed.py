@@ -82,14 +82,15 @@ def test_stages_of_the_users_own_tell_what_is_known_of_them() -> None:
     assert (told.ranks[0].whole, told.ranks[0].activations, told.seconds) == (2 * 4 * 64, None, None)
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any) -> None:
-    """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered."""
+@pytest.mark.parametrize(("zero", "times"), [(0, 2), (3, 2), (fxpipe.Zero(3, bucket_mb=1e-6), 3)])
+def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any, times: int) -> None:
+    """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered: once,
+    or for forward and backward if there are several blocks."""
     slow = Hardware(**{**vars(SIMPLE), "link": 1e6})
     told = preview(Topology([("data", 4)]), microbatches=1, zero=zero, hardware=slow)
     layer = 2 * ROWS * WIDTH * WIDTH / 1e9
     size = 3 * 4 * WIDTH * WIDTH
-    assert told.seconds == pytest.approx(3 * layer + 2 * 3 / 4 * size / 1e6)
+    assert told.seconds == pytest.approx(3 * layer + times * 3 / 4 * size / 1e6)
 
 
 @pytest.mark.parametrize(("share", "fits"), [(1.01, True), (0.99, False)])

@@ -17,7 +17,7 @@ B fails, as without offload. A later write is no error: the host has the values 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fxpipe.device import HostCopies, OnHost
 from fxpipe.errors import RunError
 from fxpipe.stage.deferred import inputs_leave
+from fxpipe.stage.saved_tensors import SavedTensor, unwritten, written
 from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
 
 _ALIGNED = 512
@@ -52,16 +53,7 @@ class _Memory:
 
 
 @dataclass(slots=True)
-class _SavedTensor:
-    """A tensor that autograd has saved, and its version then. ``tensor``: without its node, with which it would be a
-    cycle; None from O on, if its memory has left."""
-
-    tensor: Tensor | None
-    version: int
-
-
-@dataclass(slots=True)
-class _Away(_SavedTensor):
+class _Away(SavedTensor):
     """A saved tensor whose memory may leave. ``layout``: from O on; None for a tensor like the source of the copy."""
 
     memory: _Memory | None = None
@@ -70,7 +62,7 @@ class _Away(_SavedTensor):
 
 
 @dataclass(slots=True)
-class _Wrapped(_SavedTensor):
+class _Wrapped(SavedTensor):
     """A saved tensor of a subclass, by its parts: as they are saved, or a part itself that stays."""
 
     like: type
@@ -116,24 +108,24 @@ class Offloaded:
                 "that note what autograd saves; leave the stage out of offload="
             ) from error
 
-    def _pack(self, tensor: Tensor) -> _SavedTensor:
+    def _pack(self, tensor: Tensor) -> SavedTensor:
         """Notes a saved tensor. ``leave`` finds the memory that leaves."""
         kind, base = type(tensor), base_of(tensor)
         apart = tensor if kind is not Tensor and tensor.is_leaf else tensor.detach()  # which is no view any more
         # FSDP2's whole parameters are in no list. (To ask for the class of each base would take long.)
         if kind is nn.Parameter or (base is not None and base.is_leaf and isinstance(base, nn.Parameter)):
-            return _SavedTensor(apart, saved_version(apart))
+            return SavedTensor(apart, saved_version(apart))
         if kind is not Tensor:
             return self._by_parts(apart)
         away = _Away(apart, saved_version(apart))
         self._away.append(away)
         return away
 
-    def _by_parts(self, tensor: Tensor) -> _SavedTensor:
+    def _by_parts(self, tensor: Tensor) -> SavedTensor:
         """Notes the parts of a tensor of a subclass."""
         version = version_of(tensor)
         if not _is_wrapper(tensor):
-            return _SavedTensor(tensor, version)
+            return SavedTensor(tensor, version)
         names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: self._part(getattr(tensor, name)) for name in names}
         wrapped = _Wrapped(tensor, version, type(tensor), parts, context, tensor.size(), tensor.stride())
@@ -146,18 +138,15 @@ class Offloaded:
         leaves = isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex() or _is_wrapper(part))
         return self._pack(part) if leaves else part
 
-    def _unpack(self, saved: _SavedTensor) -> Tensor:
+    def _unpack(self, saved: SavedTensor) -> Tensor:
         """Returns a saved tensor. Autograd may ask several times: I keeps the graph for W."""
-        tensor = saved.tensor
-        if tensor is not None:
-            if (version := saved_version(tensor)) != saved.version:
-                raise _written(tensor.size(), version, saved.version)
-            return tensor
+        if saved.tensor is not None:
+            return unwritten(saved.tensor, saved.version)
         if type(saved) is _Away and saved.memory is not None:
             return self._brought_back(saved.memory, saved.layout)
         assert isinstance(saved, _Wrapped)
         parts = {
-            name: self._unpack(part) if isinstance(part, _SavedTensor) else part for name, part in saved.parts.items()
+            name: self._unpack(part) if isinstance(part, SavedTensor) else part for name, part in saved.parts.items()
         }
         return saved.like.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)  # type: ignore[attr-defined,no-any-return]
 
@@ -170,7 +159,7 @@ class Offloaded:
             )
         # Views, unlike other tensors of the same memory, count writes together.
         if (version := saved_version(there)) != memory.version:
-            raise _written(layout[1] if layout else there.size(), version, memory.version)
+            raise written(layout[1] if layout else there.size(), version, memory.version)
         if layout is None:
             return there
         dtype, size, stride, offset = layout
@@ -241,7 +230,7 @@ class Offloaded:
                     if layout != (source.dtype, source.size(), source.stride()):
                         away.layout = *layout, int(tensor.storage_offset())
         for wrapped in self._wrapped:
-            has_left = any(isinstance(part, _SavedTensor) and part.tensor is None for part in wrapped.parts.values())
+            has_left = any(isinstance(part, SavedTensor) and part.tensor is None for part in wrapped.parts.values())
             if has_left and wrapped.tensor is not None and version_of(wrapped.tensor) == wrapped.version:
                 wrapped.tensor = None
         for memory in self._memories:
@@ -294,11 +283,3 @@ def _span(tensor: Tensor) -> int:
     """The number of bytes from a tensor's first element to its last."""
     steps = zip(tensor.size(), tensor.stride(), strict=True)
     return tensor.element_size() * (1 + sum((count - 1) * step for count, step in steps))
-
-
-def _written(size: Sequence[int], version: int, expected: int) -> RuntimeError:
-    """What plain autograd says of a saved tensor that was written."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"shape {list(size)} is at version {version}; expected version {expected} instead"
-    )
