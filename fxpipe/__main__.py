@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import itertools
 import os
 import sys
@@ -33,54 +34,6 @@ examples:
   python -m fxpipe show 1f1b --stages 4 -m 8
   python -m fxpipe compare --edges 0-1,1-4,2-3,3-4 --forward 1,2,1,2,1 --backward 2,4,2,4,2
   python -m fxpipe topology pipe=2,tensor=2,data=4 --ranks-per-node 8
-"""
-_SHOW = """\
-examples:
-  python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8
-  python -m fxpipe show interleaved_1f1b --stages 8 --placement 0,1,2,3,0,1,2,3 --comm 0.1
-  python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 16 --gather 4:4 --svg gathered.svg
-  python -m fxpipe show 1f1b --stages 4 --csv mine.csv      # then edit it, and
-  python -m fxpipe show mine.csv --full
-"""
-_COMPARE = """\
-examples:
-  python -m fxpipe compare --stages 8 -m 32
-  python -m fxpipe compare 1f1b zb_h1 --stages 4 --bytes 2e9
-  python -m fxpipe compare 1f1b greedy --edges 0-1,1-4,2-3,3-4 --forward 1,3,1,1,1 --backward 2,6,2,2,2
-"""
-_TOPOLOGY = """\
-examples:
-  python -m fxpipe topology pipe=2,tensor=2,data=4
-  python -m fxpipe topology pipe=4,data=16 --ranks-per-node 8
-"""
-_PREVIEW = """\
-the function makes what is previewed: it returns (model, example_args), (model, example_kwargs) or the model alone;
-make the model under torch.device("meta"), and nothing is allocated. Behind the batch it may return a dict of options of
-fxpipe.preview, which words of this command go ahead of: (model, batch, {"boundaries": {"model.visual": {"whole":
-torch.empty(196, 64, device="meta")}}, "batch_dim": ...}); None for no batch
-
-examples:
-  python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --boundaries auto
-  python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --ranks-per-node 8 --zero 1 --bf16 --hardware h100
-"""
-_CHECKPOINT = """\
-examples:
-  python -m fxpipe checkpoint show run
-  python -m fxpipe checkpoint show run/step-000812
-  python -m fxpipe checkpoint verify run
-  python -m fxpipe checkpoint export run exported --config config.json
-"""
-_BISECT = """\
-examples:
-  python -m fxpipe bisect runs/a runs/b
-  python -m fxpipe bisect runs/plain runs/pipeline --rtol 1e-5
-"""
-_DOCTOR = """\
-at most two minutes; a part that fails names itself, and the others go on. A bug report should hold what this prints
-
-examples:
-  torchrun --nproc-per-node 8 -m fxpipe doctor --json doctor.json
-  python -m fxpipe preview train:model_and_batch --pipe 8 --hardware doctor.json
 """
 
 
@@ -124,6 +77,15 @@ def _costs(args: argparse.Namespace, stages: int) -> Costs:
 
 
 def _show(args: argparse.Namespace) -> None:
+    """Print a schedule's table and figures.
+
+    examples:
+      python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8
+      python -m fxpipe show interleaved_1f1b --stages 8 --placement 0,1,2,3,0,1,2,3 --comm 0.1
+      python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 16 --gather 4:4 --svg gathered.svg
+      python -m fxpipe show 1f1b --stages 4 --csv mine.csv      # then edit it, and
+      python -m fxpipe show mine.csv --full
+    """
     if args.communication and args.csv is None:
         args.parser.error("--communication says how to write a file; add --csv PATH")
     timeline = _read(args, args.what) if _is_file(args.what) else _planned(args, args.what)
@@ -164,6 +126,13 @@ def _read(args: argparse.Namespace, path: str) -> Timeline:
 
 
 def _compare(args: argparse.Namespace) -> None:
+    """Schedules side by side, a line each.
+
+    examples:
+      python -m fxpipe compare --stages 8 -m 32
+      python -m fxpipe compare 1f1b zb_h1 --stages 4 --bytes 2e9
+      python -m fxpipe compare 1f1b greedy --edges 0-1,1-4,2-3,3-4 --forward 1,3,1,1,1 --backward 2,6,2,2,2
+    """
     families = tuple(dict.fromkeys(args.families)) or tuple(filter(partial(_is_for, args), SCHEDULES))
     # A file has its own stages; a family makes a table for the stages of the options. To list both in one table would
     # compare different graphs.
@@ -213,6 +182,12 @@ def _figures(timeline: Timeline) -> list[str]:
 
 
 def _topology(args: argparse.Namespace) -> None:
+    """Print a topology's groups of ranks.
+
+    examples:
+      python -m fxpipe topology pipe=2,tensor=2,data=4
+      python -m fxpipe topology pipe=4,data=16 --ranks-per-node 8
+    """
     print(Topology(args.axes, args.ranks_per_node))
 
 
@@ -220,6 +195,18 @@ def _topology(args: argparse.Namespace) -> None:
 
 
 def _preview(args: argparse.Namespace) -> None:
+    r"""What a model would hold and take on each rank.
+
+    the function makes what is previewed: it returns (model, example_args), (model, example_kwargs) or the model alone;
+    make the model under torch.device("meta"), and nothing is allocated. Behind the batch it may return a dict of
+    options of fxpipe.preview, which words of this command go ahead of: (model, batch, {"boundaries": {"model.visual":
+    {"whole": torch.empty(196, 64, device="meta")}}, "batch_dim": ...}); None for no batch
+
+    examples:
+      python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --boundaries auto
+      python -m fxpipe preview train:model_and_batch --pipe 8 --data 8 --ranks-per-node 8 --zero 1 --bf16 \
+        --hardware h100
+    """
     import fxpipe  # fxpipe.preview needs torch
 
     model, batch, options = _made_by(args.what)
@@ -288,6 +275,14 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
+    """Show, verify or export what is saved.
+
+    examples:
+      python -m fxpipe checkpoint show run
+      python -m fxpipe checkpoint show run/step-000812
+      python -m fxpipe checkpoint verify run
+      python -m fxpipe checkpoint export run exported --config config.json
+    """
     from fxpipe.checkpoint.files import commands  # needs torch
 
     path = Path(args.path)
@@ -304,6 +299,12 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 
 def _bisect(args: argparse.Namespace) -> None:
+    """The first number in which two recorded runs differ.
+
+    examples:
+      python -m fxpipe bisect runs/a runs/b
+      python -m fxpipe bisect runs/plain runs/pipeline --rtol 1e-5
+    """
     from fxpipe.numerics.comparison import bisect  # needs torch
 
     print(printable(str(bisect(args.first, args.second, rtol=args.rtol))))
@@ -313,6 +314,14 @@ def _bisect(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> None:
+    """Measure links, devices and a small pipeline where it is started.
+
+    at most two minutes; a part that fails names itself, and the others go on. A bug report should hold what this prints
+
+    examples:
+      torchrun --nproc-per-node 8 -m fxpipe doctor --json doctor.json
+      python -m fxpipe preview train:model_and_batch --pipe 8 --hardware doctor.json
+    """
     from fxpipe.doctor import Doctor  # needs torch
 
     Doctor(args.pipe, args.ranks_per_node).check_up(args.json)
@@ -364,7 +373,8 @@ def axes(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of the command line. The parsed arguments have ``run``, the function of the command."""
+    """The parser of the command line. The parsed arguments have ``run``, the function of the command. The help of a
+    command is the docstring of this function: a summary, then examples."""
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
         description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, checkpoints, links.",
@@ -373,19 +383,20 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, add_arguments, summary, examples in (
-        ("show", _show, _add_show, "print a schedule's table and figures", _SHOW),
-        ("compare", _compare, _add_compare, "schedules side by side, a line each", _COMPARE),
-        ("topology", _topology, _add_topology, "print a topology's groups of ranks", _TOPOLOGY),
-        ("preview", _preview, _add_preview, "what a model would hold and take on each rank", _PREVIEW),
-        ("checkpoint", _checkpoint, _add_checkpoint, "show, verify or export what is saved", _CHECKPOINT),
-        ("bisect", _bisect, _add_bisect, "the first number in which two recorded runs differ", _BISECT),
-        ("doctor", _doctor, _add_doctor, "measure links, devices and a small pipeline where it is started", _DOCTOR),
+    for name, run, add_arguments in (
+        ("show", _show, _add_show),
+        ("compare", _compare, _add_compare),
+        ("topology", _topology, _add_topology),
+        ("preview", _preview, _add_preview),
+        ("checkpoint", _checkpoint, _add_checkpoint),
+        ("bisect", _bisect, _add_bisect),
+        ("doctor", _doctor, _add_doctor),
     ):
+        summary, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\n")  # no docstrings under -OO
         command = commands.add_parser(
             name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
+            help=summary[:1].lower() + summary[1:].rstrip("."),
+            description=summary,
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
