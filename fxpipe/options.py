@@ -252,13 +252,12 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: isinstance(value, Precision), "fxpipe.Precision(...), as fxpipe.Precision(compute=torch.bfloat16)"
     ),
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
-    "recompute": Expected(
-        lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
-        'True, False, "auto" or a list of stage names',
-    ),
-    "offload": Expected(
-        lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
-        'True, False, "auto" or a list of stage names',
+    **dict.fromkeys(
+        ("recompute", "offload"),
+        Expected(
+            lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
+            'True, False, "auto" or a list of stage names',
+        ),
     ),
     "hardware": Expected(
         lambda value: isinstance(value, Hardware) or is_text(value),

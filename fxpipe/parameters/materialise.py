@@ -107,7 +107,7 @@ def materialise_parts(
     itself, and no two at a time."""
     tensors = {name: tensor for name, tensor in all_tensors(model).items() if name in names}
     spread = {id(tensor): (name, tensor) for name, tensor in tensors.items() if is_dtensor(tensor)}
-    whole = {key: _whole_on_meta(tensor) for key, (_, tensor) in spread.items()}
+    whole = {key: on_meta(tensor) for key, (_, tensor) in spread.items()}
     replace_tensors(model, whole)
     parts: dict[int, Tensor] = {}
     for key, (name, tensor) in spread.items():
@@ -119,12 +119,6 @@ def materialise_parts(
     made = materialise(model, others, device, init_fn, weights, seed)
     replace_tensors(model, {id(meta): parts[key] for key, meta in whole.items()})
     return made | parts
-
-
-def _whole_on_meta(spread: Tensor) -> Tensor:
-    """A plain meta tensor in the form of a DTensor."""
-    meta = torch.empty_strided(spread.shape, spread.stride(), dtype=spread.dtype, device="meta")
-    return nn.Parameter(meta, spread.requires_grad) if isinstance(spread, nn.Parameter) else meta
 
 
 def check_no_meta(module: nn.Module, stage: str) -> None:

@@ -277,8 +277,8 @@ _NO_VALUES = (
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """A meta tensor or parameter like ``tensor``."""
-    meta = torch.empty_like(tensor, device="meta")
+    """A plain meta tensor or parameter like ``tensor``, which may be a DTensor."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(meta, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 

@@ -107,7 +107,6 @@ def save(
     ):  # all ranks raise these errors, with no communication under way
         steps.failing.check_open()
         gathering = TransportGathering(steps.transport)
-        wait_for_saves(forward_backward)
 
         def begin() -> dict[str, Any]:
             saver.raise_earlier_error()
@@ -203,6 +202,7 @@ class _Saver:
     pending: Future[Path] | None = None
 
     def raise_earlier_error(self) -> None:
+        """Waits for the write under way; CheckpointError if it fails."""
         pending, self.pending = self.pending, None
         if pending is not None and (error := pending.exception()) is not None:
             _writing.pop(pending, None)

@@ -64,7 +64,7 @@ class Bound:
         off = [region._replace(enabled=False) for region in self.kind.autocast]
         result = StepResult()
         for executor in self.executors:
-            executor.begin(step, result)
+            executor.step, executor.result = step, result
         try:
             with grad(), within(off):
                 for call in self._labelled() if profiler_runs() else self._plain:

@@ -121,9 +121,6 @@ class Executor:
         self._slot_of: dict[tuple[Edge, Direction, int], int] = {}
         self.residuals: dict[Half, Residuals] = {}
 
-    def begin(self, step: StepInput, result: StepResult) -> None:
-        self.step, self.result = step, result
-
     def end(self) -> None:
         """Ends a step, and drops its inputs; the caller has its results."""
         del self.step, self.result

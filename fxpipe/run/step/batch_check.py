@@ -188,55 +188,40 @@ class Digest:
     """
 
     def __init__(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        self._parts: dict[str, list[str | tuple[torch.device, int]]] = {}
+        self._parts: dict[str, list[str | int]] = {}
         self.with_rows: set[str] = set()
         """The names of the inputs that hold tensors with dimensions, and so may differ from row to row."""
-        tensors: dict[torch.device, list[Tensor]] = {}
+        tensors = list[Tensor]()
         for name, value in (item for batch in batches for item in batch.items() if item[1] is not None):
             parts = self._parts.setdefault(name, [])
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor) and leaf.dim():
                     self.with_rows.add(name)
                 if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                    tensor = local(leaf.detach())
-                    beside = tensors.setdefault(tensor.device, [])
-                    parts.append((tensor.device, len(beside)))
-                    beside.append(tensor)
+                    parts.append(len(tensors))
+                    tensors.append(local(leaf.detach()))
                 else:  # objects other than dense tensors and plain values count by their type alone
                     parts.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
-        self._devices, sums = list(tensors), [_sums_of(group, device) for device, group in tensors.items()]
-        self._arriving = to_host(sums)
+        self._arriving = to_host(list(map(_sum_of, tensors)))
 
     def numbers(self) -> dict[str, int]:
         """Returns input name → a number of 56 bits. Waits until the sums have arrived on the host."""
-        sums = {device: each.tolist() for device, each in zip(self._devices, self._arriving(), strict=True)}
+        sums = [each.item() for each in self._arriving()]
         return {
-            name: digest_of([repr([part if isinstance(part, str) else sums[part[0]][part[1]] for part in parts])])
+            name: digest_of([repr([part if isinstance(part, str) else sums[part] for part in parts])])
             for name, parts in self._parts.items()
         }
 
 
 @torch.no_grad()
-def _sums_of(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns each tensor's weighted sum, an int64."""
-    pieces = [_pieces(tensor) for tensor in tensors]
-    weights = _weights(max(len(part) for parts in pieces for part in parts), device)
-    sums = []
-    for parts in pieces:
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        for part in parts:
-            # the factor distinguishes place 1 of piece 2 from place 2 of piece 1
-            total = total * _FACTOR + (part * weights[: len(part)]).sum(dtype=torch.int64)
-        sums.append(total)
-    return torch.stack(sums)
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Returns a tensor's bits as integers in row-major order, in pieces."""
+def _sum_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor's weighted sum, an int64, on its device."""
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return torch.split(flat.view(BITS[flat.element_size()]), _AT_A_TIME)
-
-
-def _weights(count: int, device: torch.device) -> Tensor:
-    return split_mix(torch.arange(count, device=device)) | 1
+    bits = flat.view(BITS[flat.element_size()])
+    weights = split_mix(torch.arange(min(len(bits), _AT_A_TIME), device=bits.device)) | 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in torch.split(bits, _AT_A_TIME):
+        # the factor distinguishes place 1 of piece 2 from place 2 of piece 1
+        total = total * _FACTOR + (part * weights[: len(part)]).sum(dtype=torch.int64)
+    return total
