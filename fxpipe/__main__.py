@@ -1,4 +1,10 @@
-"""``python -m fxpipe``: schedules and topologies on paper, without torch or torchrun; previews, checkpoints, links."""
+"""Schedules and topologies on paper: no torch, no torchrun, no model. Previews, checkpoints, links.
+
+examples:
+  python -m fxpipe show 1f1b --stages 4 -m 8
+  python -m fxpipe compare --edges 0-1,1-4,2-3,3-4 --forward 1,2,1,2,1 --backward 2,4,2,4,2
+  python -m fxpipe topology pipe=2,tensor=2,data=4 --ranks-per-node 8
+"""
 
 from __future__ import annotations
 
@@ -28,13 +34,6 @@ from fxpipe.schedules.table import table
 from fxpipe.validation import shown
 
 MICROBATCHES = 8
-
-_OVERVIEW = """\
-examples:
-  python -m fxpipe show 1f1b --stages 4 -m 8
-  python -m fxpipe compare --edges 0-1,1-4,2-3,3-4 --forward 1,2,1,2,1 --backward 2,4,2,4,2
-  python -m fxpipe topology pipe=2,tensor=2,data=4 --ranks-per-node 8
-"""
 
 
 # --- the tables of show and compare ---
@@ -103,18 +102,7 @@ def _is_file(what: str) -> bool:
 
 def _read(args: argparse.Namespace, path: str) -> Timeline:
     """The timeline of a file's table; raises unless the table verifies."""
-    options = (
-        "stages",
-        "placement",
-        "microbatches",
-        "in-flight",
-        "memory",
-        "gather",
-        "recompute",
-        "offload",
-        "gather-cost",
-    )
-    for option in options:
+    for option in "stages placement microbatches in-flight memory gather recompute offload gather-cost".split():
         if getattr(args, option.replace("-", "_")) is not None:
             args.parser.error(f"--{option} is for the families, which make a table; {path} has one")
     schedule = Schedule.from_csv(path, args.edges)
@@ -373,12 +361,16 @@ def axes(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The parser of the command line. The parsed arguments have ``run``, the function of the command. The help of a
-    command is the docstring of this function: a summary, then examples."""
+    """The parser of the command line. The parsed arguments have ``run``, the function of the command.
+
+    The help is in docstrings, of this module and of the commands' functions: a summary, then examples. Python has none
+    of it under ``-OO``.
+    """
+    summary, _, examples = (__doc__ or "").partition("\n\n")
     whole = argparse.ArgumentParser(
         prog="python -m fxpipe",
-        description="Schedules and topologies on paper: no torch, no torchrun, no model. Previews, checkpoints, links.",
-        epilog=_OVERVIEW,
+        description=summary,
+        epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -392,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
         ("bisect", _bisect, _add_bisect),
         ("doctor", _doctor, _add_doctor),
     ):
-        summary, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\n")  # no docstrings under -OO
+        summary, _, examples = inspect.cleandoc(run.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
             name,
             help=summary[:1].lower() + summary[1:].rstrip("."),

@@ -24,7 +24,7 @@ from fxpipe.forecast.preview import Preview
 from fxpipe.graph.stage_graph import StageGraph, all_tensors
 from fxpipe.no_gc import paused
 from fxpipe.options import Options, taking
-from fxpipe.parameters.materialise import weights_of
+from fxpipe.parameters.weights import Weights
 from fxpipe.plan.example import check_model, previewed
 from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import first_plan_together
@@ -136,7 +136,8 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
     transport = Metered(connected, topology, clock_of(connected.device), timed=connected.device.type == "cpu")
     model = _with_loss(given)
     plans = Plans.empty(model, given, topology, connected.device)
-    weights = weights_of(given.checkpoint)
+    checkpoint = given.checkpoint
+    weights = checkpoint if checkpoint is None or isinstance(checkpoint, Weights) else Weights.open(checkpoint)
     # From here on, if a rank fails, all ranks raise, and no rank waits for the failed rank.
     with failing_together(transport, transport.abort), announced("compile", extends=True):
         check_sync_batch_norms(model, topology)

@@ -6,8 +6,6 @@ import json
 import os
 import platform
 import re
-import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -301,30 +299,22 @@ def measure() -> dict[str, float]:
     for name, dtype in (("flops", torch.float32), ("flops_16", torch.bfloat16)):
         numbers = torch.Generator(device).manual_seed(0)  # leaves the user's random state unchanged
         matrix, other = (torch.randn(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
-        figures[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other), device)
+        figures[name] = 2 * size**3 / _seconds_of(partial(torch.matmul, matrix, other))
     # A copy reads each byte once and writes it once.
     source, target = (torch.ones(count, device=device) for _ in range(2))
-    figures["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source), device)
-    figures["launch"] = _seconds_of(partial(target[:1].add_, 1.0), device, calls=100)
+    figures["bandwidth"] = 2 * source.nbytes / _seconds_of(partial(target.copy_, source))
+    figures["launch"] = _seconds_of(partial(target[:1].add_, 1.0))
     host = torch.empty(count, pin_memory=is_accelerator(device))
-    figures["host_link"] = source.nbytes / _seconds_of(partial(host.copy_, source, non_blocking=True), device)
+    figures["host_link"] = source.nbytes / _seconds_of(partial(host.copy_, source, non_blocking=True))
     figures["host_memory"] = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if is_accelerator(device):
         figures["memory"] = float(torch.get_device_module(device).get_device_properties(device).total_memory)
     return figures
 
 
-def _seconds_of(call: Callable[[], object], device: torch.device, calls: int = 4) -> float:
-    """Median seconds per call over up to 5 runs of ``calls`` calls. The first run, one warm-up call, does not count,
-    unless it took a second: a CPU may lack fast products in types of 2 bytes."""
-    times, until = list[float](), time.perf_counter() + 1.0
-    for count in (1, *[calls] * 5):
-        if times and time.perf_counter() > until:
-            break
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        if is_accelerator(device):
-            torch.accelerator.synchronize(device)
-        times.append((time.perf_counter() - start) / count)
-    return statistics.median(times[1:] or times)
+def _seconds_of(call: Callable[[], object]) -> float:
+    """The median seconds of a call, behind warm-up calls; of so many calls at once that the clock does not count."""
+    from torch.utils.benchmark import Timer  # its import takes long
+
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange().median)

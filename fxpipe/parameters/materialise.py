@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import struct
 import warnings
 from collections import Counter
@@ -129,11 +128,6 @@ def check_no_meta(module: nn.Module, stage: str) -> None:
                 f"stage {stage} uses a tensor of shape {list(tensor.shape)} ({name}) that is on the meta device, and "
                 "is no parameter or buffer of the model, so that nothing can give it values; register_buffer it"
             )
-
-
-def weights_of(checkpoint: str | os.PathLike[str] | Weights | None) -> Weights | None:
-    """Opens the argument ``checkpoint`` of ``compile``, unless it is None or a ``Weights``."""
-    return checkpoint if checkpoint is None or isinstance(checkpoint, Weights) else Weights.open(checkpoint)
 
 
 # --- the model's tensors, and which of them the checkpoint has

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, Options
 from fxpipe.schedules.families.offload import least_rooms
 from fxpipe.schedules.schedule import Schedule
-
-if TYPE_CHECKING:
-    from fxpipe.search.simulated_layouts import Staged
+from fxpipe.search.simulated_layouts import Staged
 
 
 class Kept(enum.Enum):
@@ -67,7 +65,7 @@ def named_choice(options: Options, graph: StageGraph, gains: Callable[[], Sequen
     Raises:
         PartitionError: an option names a stage that does not exist.
     """
-    again, host = (_named(wanted, option, graph) for wanted, option in _lists(options))
+    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
     if options.recompute is True:
         again = frozenset(graph.names[stage] for stage, gained in enumerate(gains()) if gained) - host
     marks = dict.fromkeys(host, HOST) | dict.fromkeys(again, AGAIN)
@@ -81,7 +79,7 @@ def searched_choice(options: Options, graph: StageGraph, make: Make, work: Stage
         DoesNotFit: no choice fits.
         PartitionError: an option names a stage that does not exist.
     """
-    again, host = (_named(wanted, option, graph) for wanted, option in _lists(options))
+    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
     search = _Search(graph, make, work, memory, again if options.recompute != AUTO else frozenset())
     kinds = {AGAIN: again if options.recompute == AUTO else frozenset(), HOST: host}
     wanted = [kind for kind, names in kinds.items() if names]
@@ -112,12 +110,9 @@ def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequenc
     return [max(memory - size, room) for size, room in zip(work.static_bytes, least, strict=True)]
 
 
-def _lists(options: Options) -> Iterable[tuple[bool | str | Sequence[str], str]]:
-    return (options.recompute, "recompute"), (options.offload, "offload")
-
-
-def _named(wanted: bool | str | Sequence[str], option: str, graph: StageGraph) -> frozenset[str]:
+def _named(options: Options, option: str, graph: StageGraph) -> frozenset[str]:
     """The names of the stages that an option marks, or, with "auto", may mark."""
+    wanted = getattr(options, option)
     if isinstance(wanted, bool | str):
         return frozenset(graph.names) if wanted else frozenset()
     for name in wanted:

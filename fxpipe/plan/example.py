@@ -124,9 +124,7 @@ class Example:
     @property
     def has_numbers(self) -> bool:
         """Whether a model can run on the example: no tensor of it is on the meta device."""
-        if not self.options.has_example:
-            return False
-        return not any(tensor.is_meta for tensor in tensors_in(self.microbatches))
+        return self.options.has_example and not any(tensor.is_meta for tensor in tensors_in(self.microbatches))
 
     @property
     def sample(self) -> Sample | str:

@@ -9,7 +9,6 @@ captures (``graphs``), which all fit the same stages (``graph``) and run the sam
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +21,7 @@ from fxpipe.distributed.topology import Topology
 from fxpipe.graph.gathering import Places
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import Options
-from fxpipe.plain_data import digest_of
+from fxpipe.plain_data import digest_of, number_of
 from fxpipe.plan.activations import Kept
 from fxpipe.schedules.lower import Instruction
 from fxpipe.schedules.schedule import Schedule
@@ -108,7 +107,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """A hash of ``description``."""
-        return hashlib.blake2b(self.description.encode(), digest_size=8).hexdigest()
+        return f"{number_of(self.description.encode()):x}"
 
 
 @dataclass(frozen=True, eq=False)

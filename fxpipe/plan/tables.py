@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import ScheduleError
@@ -48,9 +47,7 @@ from fxpipe.schedules.families.solve import worthwhile
 from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import check as check_table
-
-if TYPE_CHECKING:
-    from fxpipe.search.simulated_layouts import Staged
+from fxpipe.search.simulated_layouts import Staged
 
 
 def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:

@@ -40,7 +40,7 @@ from fxpipe.run.run_state import (
     tensors_for,
     value_of,
 )
-from fxpipe.run.saving import claim, continues, path_of, wait_for_saves, wait_for_writes
+from fxpipe.run.saving import claim, continues, path_of, wait_for_writes
 from fxpipe.run.step.step import Steps
 from fxpipe.schedules.costs import Costs
 from fxpipe.seeds import RandomState, seed_of, seed_python, seed_torch, set_state
@@ -95,7 +95,6 @@ def load(
         torch.no_grad(),
     ):
         steps.failing.check_open()
-        wait_for_saves(forward_backward)
         path, ranks = path_of(folder), len(steps.transport.ranks("all"))
         if not required:  # a training run begins: what would make its first save fail is found now
             agreed(gathering, path, lambda: claim(forward_backward, path.absolute()) if gathering.rank == 0 else None)

@@ -387,12 +387,6 @@ def _write_later(job: _Job, gathering: Gathering, device: torch.device, lock: Fo
     return later
 
 
-def wait_for_saves(forward_backward: ForwardBackward) -> None:
-    saver = _SAVERS.get(forward_backward)
-    if saver is not None and saver.pending is not None:
-        wait([saver.pending])
-
-
 def wait_for_writes(folder: Path) -> None:
     """Waits until this process has no write under way to a run's folder; ``folder`` is that folder or a checkpoint's.
     Otherwise another ``forward_backward``'s write would be missed, or deleted as left over from a killed process."""

@@ -141,7 +141,8 @@ def parallelise_stages(
     references them. RunError if a pipeline cannot sum the gradients of the tensors that ``parallelize`` made.
     """
     copies, changed = stages.copies, stages.changed
-    axes = _axes_of(changed, graph, topology, transport)
+    names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
+    axes = _axes_of(changed, names, topology, transport)
     _check_tied(graph.module, owners, transport)
     sharded: dict[int, FsdpStage] = {}
     managed: dict[int, set[int]] = {}
@@ -152,7 +153,6 @@ def parallelise_stages(
         # FSDP2 sums over its own mesh, also where this has a dimension of replicas.
         for copied in copies.values():
             managed |= {id(shard): ranks for shard, ranks in summed_by_fsdp(copied.module)}
-    names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     scopes = {}
     for tensor in changed.values():
         key = id(tensor)
@@ -308,23 +308,21 @@ def _kind(value: object) -> str:
 
 
 def _axes_of(
-    changed: Mapping[int, Tensor], graph: StageGraph, topology: Topology, transport: Transport
+    changed: Mapping[int, Tensor], names: Mapping[int, str], topology: Topology, transport: Transport
 ) -> dict[int, list[set[str]]]:
     """Returns id of a DTensor → for each dimension of its mesh, the topology's axes along which the ranks lie.
+    ``names``: id of a tensor → its name in the model.
 
     RunError unless a DTensor's ranks run the same stages, and are all ranks of each axis or a single rank.
     """
     if transport.pipe_rank is None:
         return {}
     found: dict[int, list[set[str]]] = {}
-    names = {id(tensor): name for name, tensor in reversed(all_tensors(graph.module).items())}
     apart = {rank for group in topology.groups("pipe") for rank in group[transport.pipe_rank : transport.pipe_rank + 1]}
     data = set(transport.ranks("data"))
     # On a part of a batch axis, the mesh would sum the gradients of some replicas, and nothing those of the others.
-    for key, tensor in changed.items():
-        if not is_dtensor(tensor):
-            continue
-        ranks, name = set(tensor.device_mesh.mesh.flatten().tolist()), names.get(key, "a parameter")
+    for tensor in filter(is_dtensor, changed.values()):
+        ranks, name = set(tensor.device_mesh.mesh.flatten().tolist()), names[id(tensor)]
         if not ranks <= apart:
             raise RunError(
                 f"parallelize has spread {name} over ranks {sorted(ranks)}, but only ranks {sorted(apart)} run its "

@@ -883,7 +883,7 @@ def hooked_graph() -> StageGraph:
             PIPE_DATA,
             sharded_over_everybody,
             graph_of,
-            'name the axes of the mesh, as in fully_shard(module, mesh=mesh["data"])',
+            "has spread a.norm.weight over ranks [0, 1, 2, 3], but only ranks [0, 1] run its stage; name the axes",
         ),
         (PIPE_TENSOR, tied_otherwise, tied_graph, "has spread it differently on them (rank 0 (pipe 0): "),
         (DATA_TENSOR, all_sharded, tied_graph, "is used by the stages a and b of one rank"),

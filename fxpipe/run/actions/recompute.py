@@ -53,9 +53,8 @@ class RecomputedForward:
     def first(self, run: Run, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The outputs of the first run, without its graph."""
         outputs, _ = self._without_saving(run, inputs)
-        written = [version_of(parameter) != version for parameter, version in self._parameters]
-        self._written = [parameter for (parameter, _), was in zip(self._parameters, written, strict=True) if was]
-        self._parameters = [each for each, was in zip(self._parameters, written, strict=True) if not was]
+        self._written = [parameter for parameter, version in self._parameters if version_of(parameter) != version]
+        self._parameters = [each for each in self._parameters if version_of(each[0]) == each[1]]
         self._bumped = self._start.bumped()
         if self._effects.is_known:
             self._effects.check(self._others, self._stage.name)
@@ -163,11 +162,10 @@ class SideEffects:
     def begin(self) -> None:
         """Begins a step. The user may have replaced tensors or set attributes since the last one."""
         self.is_known = False
-        tensors = (tensor for tensor in self._snapshot().tensors() if not isinstance(tensor, nn.Parameter))
-        # All tensors, until the step's first forward has shown which it writes.
+        # All tensors but parameters, until the step's first forward has shown which it writes.
         self._writes = [
             tensor
-            for tensor in tensors
+            for tensor in self._snapshot().tensors()
             if type(tensor) is Tensor and _has_numbers(tensor) and not tensor.is_inference()
         ]
         self._others: list[Tensor] = []

@@ -23,7 +23,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,6 @@ class Agreement:
     def __init__(self, plans: Plans, transport: Transport) -> None:
         self.plans, self._transport, self._options = plans, transport, plans.options
         """The plans, replaced after all ranks of a pipe group have made the same new plans."""
-        self._numbers: dict[Proposal, int] = {}
         self._types = {id(parameter): parameter.dtype for parameter in plans.module.parameters()}
         self._parameters = list(plans.module.parameters())  # keeps their ids from being reused
         self._take(plans.with_captures(reads=plans.captures.reads.after_compile()))
@@ -232,8 +231,7 @@ class Agreement:
                 batch = self._batch(proposal, proposal.given, list(map(dict, proposal.counts)))
                 parts = [] if batch.rows is None else batch.split(given)  # this rank has no input that is cut
             proposal = replace(proposal, answers=tuple(map(questions.answers, parts)))
-        if proposal not in self._numbers:
-            self._numbers[proposal] = number_of(encode(proposal))
+        _number(proposal)  # raises here, and not in a collective call, if the proposal cannot be sent
         return proposal
 
     def _check_parameters(self, parameters: Mapping[int, nn.Parameter]) -> None:
@@ -303,7 +301,7 @@ class Agreement:
         while True:
             # 2. and 3. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of
             # numbers needs a full exchange, and a set of equal numbers needs none.
-            key = self._transport.gather_int("pipe", self._numbers.get(proposal, -1))
+            key = self._transport.gather_int("pipe", -1 if proposal.error else _number(proposal))
             if key not in self._reported:
                 is_same = len(set(key)) == 1 and key[0] >= 0
                 try:
@@ -476,8 +474,6 @@ class Agreement:
         self._layouts.clear()
         # Of the exchanged proposals, only those of known kinds stay.
         self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
-        known = set(itertools.chain(*self._reported))
-        self._numbers = {proposal: number for proposal, number in self._numbers.items() if number in known}
 
     @property
     def _are_many(self) -> bool:
@@ -497,6 +493,12 @@ class Agreement:
             _, plan = plans.plan(agreed.pattern)
             layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
             self._settled[key] = replace(agreed, plan=plan, wire_layouts=layouts)
+
+
+@lru_cache(KINDS)
+def _number(proposal: Proposal) -> int:
+    """The number of a proposal, its digest. RunError if the proposal cannot be sent to other ranks."""
+    return number_of(encode(proposal))
 
 
 def _check_no_gradients(described: Sequence[Description]) -> None:
