@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from fxpipe.parameters.materialise import init_weights_of, reset_parameters
     from fxpipe.parameters.weights import Weights
     from fxpipe.precision import Precision
-    from fxpipe.run.average import Average, update_batch_norm
+    from fxpipe.run.average import Average
+    from fxpipe.run.batch_norm import update_batch_norm
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
     from fxpipe.run.saving import save
@@ -124,7 +125,7 @@ _LATER = {
     "record_plain": "numerics.plain",
     "reset_parameters": "parameters.materialise",
     "save": "run.saving",
-    "update_batch_norm": "run.average",
+    "update_batch_norm": "run.batch_norm",
 }
 
 
