@@ -153,12 +153,8 @@ def make_table(
     check(ScheduleError, {what: KINDS["rows"]}, **{what: each})
     if len(each) != problem.ranks:
         raise ScheduleError(f"{limited.name} gives {len(each)} rows for {problem.ranks} ranks; a row for each")
-    schedule = Schedule(
-        rows=each,
-        edges=problem.edges,
-        placement=problem.placement,
-        backward=problem.backward,
-        microbatches=problem.microbatches,
+    schedule = replace(
+        problem.table(each),
         name=f"{limited.name} ({rows.name})" if isinstance(rows, Chosen) else limited.name,
         stage_names=names or tuple(map(str, range(len(problem.placement)))),
         tied=tied,

@@ -76,8 +76,7 @@ class ActionTable(ABC):
     @cached_property
     def groups(self) -> tuple[int, ...]:
         """The number of micro-batches in an action of each stage: 1, or the group size at a gathered stage."""
-        sizes = groups_of(self.rows)
-        return tuple(sizes.get(stage, 1) for stage in range(len(self.placement)))
+        return self.rank_of.sizes
 
     @cached_property
     def rank_of(self) -> RankOf:

@@ -96,24 +96,21 @@ class Costs:
         for stage, (whole, half) in enumerate(zip(full, part, strict=True)):
             if half > whole:
                 raise ScheduleError(f"weight={half:g} of stage {stage} is a part of backward={whole:g}, and exceeds it")
-        named = {
+        others: dict[str, Any] = {
             "activation_bytes": activation_bytes,
             "input_bytes": input_bytes,
             "deferred_bytes": deferred_bytes,
             "kept_bytes": kept_bytes,
             "copy": copy,
         }
-        given: dict[str, Any] = {
-            name: _per_stage(name, cost, stages) for name, cost in named.items() if cost is not None
-        }
-        return Costs(_per_stage("forward", forward, stages), full, part, comm, duplex=duplex, **given)
+        return Costs(_per_stage("forward", forward, stages), full, part, comm, duplex=duplex, **others)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "comm", _checked("comm", self.comm))
         for name in ("forward", "backward", "weight", "copy", *_BYTES):
             cost = getattr(self, name)
             if cost is not None:
-                object.__setattr__(self, name, _per_stage(name, tuple(cost), len(self.forward)))
+                object.__setattr__(self, name, _per_stage(name, cost, len(self.forward)))
 
     def time(self, action: Action) -> float:
         """Returns how long an action takes, in the unit of the costs."""

@@ -83,6 +83,15 @@ class Dependencies:
             groups=groups_of(rows),
         )
 
+    def depths(self, stages: int) -> tuple[int, ...]:
+        """Returns d(s) for each of so many stages: the number of stages on the longest path from s to a sink."""
+        readers = {stage: self.readers.get(stage, ()) for stage in range(stages)}
+        depth = [1] * stages
+        # Goes from the sinks back, so that the depths of all readers are known.
+        for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):
+            depth[stage] = 1 + max((depth[reader] for reader in readers[stage]), default=0)
+        return tuple(depth)
+
     def before(self, action: Action) -> list[Action]:
         """Returns the actions that must have run before this action."""
         needed = self.needs(action)
@@ -230,14 +239,10 @@ def held_back(
 def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[int]) -> dict[int, int]:
     """Returns the smallest caps that keep a stage, and the stages between it and its readers, busy: 1 + d(s) − d(t)
     micro-batches, or groups, for a reader t."""
-    readers = {stage: free.readers.get(stage, ()) for stage in range(len(turns))}
-    depth = [1] * len(turns)
-    for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):
-        depth[stage] = 1 + max((depth[reader] for reader in readers[stage]), default=0)
-    caps = {}
-    for stage in free.readers:
+    depth, caps = free.depths(len(turns)), {}
+    for stage, readers in free.readers.items():
         if not backward[stage]:
-            wanted = ((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in readers[stage])
+            wanted = ((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in readers)
             # A whole number of rounds over the stage's ranks: then the waiting rank has itself sent the value.
             one_round = turns[stage] * free.groups.get(stage, 1)
             caps[stage] = math.ceil(max(wanted) / one_round) * one_round

@@ -120,7 +120,7 @@ class Problem:
         return [Action(stage, kind, microbatch, size) for microbatch in range(0, self.microbatches, size)]
 
     def table(self, rows: tuple[Row, ...]) -> Schedule:
-        """Returns the schedule of these rows, for simulation."""
+        """Returns the schedule of these rows, without names and costs."""
         return Schedule(rows, self.edges, self.placement, self.backward, self.microbatches)
 
     @cached_property
@@ -144,11 +144,7 @@ class Problem:
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """d(s): the number of stages on the longest path from s to a sink, s included."""
-        # Goes from the sinks back, so that the depths of all targets are known.
-        depth = [1] * len(self.placement)
-        for stage in reversed(self.order):
-            depth[stage] = 1 + max((depth[target] for target in self.targets[stage]), default=0)
-        return tuple(depth)
+        return self.dependencies.depths(len(self.placement))
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:

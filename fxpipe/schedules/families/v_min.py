@@ -33,8 +33,7 @@ def v_min(problem: Problem) -> tuple[Row, ...]:
         ScheduleError: the stages are no chain, with or without skips, or its placement does not fold.
     """
     check_folds(problem, "v_min")
-    order, ranks = problem.order, problem.ranks
-    return tuple(_row(problem, rank, order[rank], order[2 * ranks - 1 - rank]) for rank in range(ranks))
+    return tuple(_row(problem, rank, down, up) for rank, (down, up) in enumerate(problem.stages_of))
 
 
 def _row(problem: Problem, rank: int, down: int, up: int) -> Row:

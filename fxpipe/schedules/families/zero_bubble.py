@@ -102,8 +102,7 @@ def zb_v(problem: Problem) -> tuple[Row, ...]:
         ScheduleError: the stages are no chain, with or without skips, or its placement does not fold.
     """
     check_folds(problem, "zb_v")
-    ranks, order = problem.ranks, problem.order
-    return tuple(tuple(_v_row(problem, rank, (order[rank], order[2 * ranks - 1 - rank]))) for rank in range(ranks))
+    return tuple(tuple(_v_row(problem, rank, stages)) for rank, stages in enumerate(problem.stages_of))
 
 
 def folded(ranks: int) -> tuple[int, ...]:
@@ -111,7 +110,7 @@ def folded(ranks: int) -> tuple[int, ...]:
     return (*range(ranks), *reversed(range(ranks)))
 
 
-def _v_row(problem: Problem, rank: int, stages: tuple[int, int]) -> Iterator[Action]:
+def _v_row(problem: Problem, rank: int, stages: Sequence[int]) -> Iterator[Action]:
     """With fewer than 2p − 1 micro-batches, the order of 2p − 1 without the micro-batches that do not exist."""
     begun: Counter[tuple[int, Kind]] = Counter()
     for half, kind in _v_order(rank, problem.ranks, max(problem.microbatches, 2 * problem.ranks - 1)):
