@@ -146,8 +146,8 @@ class Hardware:
     @property
     def missing(self) -> list[str]:
         """The speeds that are ``REFERENCE``'s, since they are not given."""
-        beside_link = self.link is not None
-        names = SPEEDS[:-1] if beside_link else SPEEDS  # the reference's network may be faster than the user's links
+        # The reference's network may be faster than the user's links.
+        names = SPEEDS if self.link is None else SPEEDS[:-1]
         return [name for name in names if getattr(self, name) is None]
 
     @property

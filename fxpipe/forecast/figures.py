@@ -22,7 +22,6 @@ from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plans import Plans
 from fxpipe.plan.tables import saving
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Groups, groups_of
 from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
@@ -256,20 +255,16 @@ class _Forecast:
     def _size(self, message: Message) -> float:
         return self.sizes[self.graph.edges[message.edge]][message.direction is BACKWARD]
 
-    @cached_property
-    def _groups(self) -> Groups:
-        return groups_of(self.schedule.rows)
-
     def _most_under_way(self, row: Sequence[Instruction]) -> float:
         """The most bytes of buffers that a rank holds for messages at once."""
-        now = most = 0.0
+        now, most, groups = 0.0, 0.0, self.schedule.dependencies.groups
         # A receive buffer is held from its post until the action that uses it begins, a send buffer until the receiver
         # is known to have the message.
         coming: defaultdict[Use | None, float] = defaultdict(float)
         for instruction in row:
             match instruction:
                 case Receive(message):
-                    coming[user_of(message, self.graph.edges, self._groups)] += self._size(message)
+                    coming[user_of(message, self.graph.edges, groups)] += self._size(message)
                     now += self._size(message)
                 case Compute(action):
                     now -= coming.pop(use_of(action), 0.0)

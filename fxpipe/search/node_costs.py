@@ -73,10 +73,10 @@ class NodeCost:
 
     def part(self, size: int) -> NodeCost:
         """The share of each of ``size`` micro-batches."""
-        seconds = {each: getattr(self, each) / size for each in ("forward", "backward", "weight", "ideal")}
-        flops = {each: getattr(self, each) / size for each in ("flops", "backward_flops")}
+        names = "forward backward weight ideal flops backward_flops".split()
+        shares = {each: getattr(self, each) / size for each in names}
         sizes = {each: getattr(self, each) // size for each in ("bytes_out", "gradient_bytes", "again")}
-        return replace(self, **seconds, **flops, **sizes)
+        return replace(self, **shares, **sizes)
 
 
 def total(costs: Iterable[NodeCost]) -> NodeCost:
