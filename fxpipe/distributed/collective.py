@@ -34,14 +34,10 @@ class Work(Protocol):
         ...
 
 
-class OnceAwaited:
+class OnceAwaited(NamedTuple):
     """A work that runs when ``wait`` is called."""
 
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-
-    def wait(self) -> None:
-        self._call()
+    wait: Callable[[], object]
 
 
 class PeerLost(RunError):

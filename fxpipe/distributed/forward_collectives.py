@@ -140,16 +140,8 @@ def check_sync_batch_norms(model: nn.Module | StageGraph, topology: Topology) ->
     if not dist.is_initialized():  # without process groups a SyncBatchNorm is a plain batch norm
         return
     replicas = replicas_of(topology)
-    modules: list[tuple[str, object]] = [("", model)]
-    if not isinstance(model, nn.Module):
-        modules = [(stage.name, stage.module) for stage in model]
-    parts = [
-        part
-        for prefix, module in modules
-        if isinstance(module, nn.Module)
-        for part in module.named_modules(prefix=prefix)
-    ]
-    for name, part in parts:
+    module = model if isinstance(model, nn.Module) else model.module
+    for name, part in module.named_modules():
         if topology.size("context") > 1 and isinstance(part, BATCH_STATISTICS):
             raise TopologyError(
                 f"{name} is a {type(part).__name__}, and its statistics on a context axis would be those of this "

@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -31,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from fxpipe.device import HIDDEN, current, is_accelerator
 from fxpipe.distributed.grid import shape
 from fxpipe.distributed.topology import Topology, served_device
-from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport
+from fxpipe.distributed.torch_transport import NO_OPTIONS, DistributedTransport, in_thread
 from fxpipe.distributed.transport import LocalTransport, Transport
 from fxpipe.distributed.watchdog import end_with, watchdog
 from fxpipe.errors import RunError, TopologyError
@@ -230,7 +229,8 @@ def _join(process: ProcessPlace, device: torch.device, timeout: float) -> None:
     backends = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     host = f"[{process.address}]" if ":" in process.address else process.address  # an IPv6 address
     try:
-        store = _reached(process, timeout)
+        # torch's client waits for an answer from the port without a limit.
+        store = in_thread(partial(_store, process, timeout)).result(timeout + _GRACE)
         _check_world_size(store, process, timeout)
         dist.init_process_group(
             backends,
@@ -248,20 +248,6 @@ def _join(process: ProcessPlace, device: torch.device, timeout: float) -> None:
             "node list and job id, which stand in for them) name a free port on the host of rank 0"
         ) from error
     atexit.register(_leave)
-
-
-def _reached(process: ProcessPlace, timeout: float) -> Store:
-    """Returns ``_store``, or raises TimeoutError: torch's client waits for an answer from the port without a limit."""
-    later: Future[Store] = Future()
-
-    def connect() -> None:
-        try:
-            later.set_result(_store(process, timeout))
-        except BaseException as error:
-            later.set_exception(error)
-
-    threading.Thread(target=connect, daemon=True).start()
-    return later.result(timeout + _GRACE)
 
 
 def _store(process: ProcessPlace, timeout: float) -> Store:

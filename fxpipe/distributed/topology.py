@@ -154,9 +154,8 @@ class Topology(Tabular):
             TopologyError: the number of ranks is no multiple of the other axes' sizes, or ``rows`` no multiple of
                 replicas.
         """
-        fixed = {"pipe": pipe, "tensor": tensor} | {
-            name: size for name, size in (("expert", expert), ("context", context)) if size is not None
-        }
+        others = {"expert": expert, "context": context}
+        fixed = {"pipe": pipe, "tensor": tensor} | {name: size for name, size in others.items() if size is not None}
         model = math.prod(positive(size, name) for name, size in fixed.items())
         data, left = divmod(positive(world_size, "world_size"), model)
         if left:
@@ -170,9 +169,8 @@ class Topology(Tabular):
                 f"{rows} rows of a step are no multiple of {replicas} replicas, and a step would be another one: "
                 "start a number of replicas that divides them, or write another pipe= or rows="
             )
-        axes = [("pipe", pipe), ("tensor", tensor), ("data", data), ("expert", expert), ("context", context)]
-        given = [(name, size) for name, size in axes if size is not None and (name != "tensor" or size > 1)]
-        return cls(given, ranks_per_node)
+        axes = {"pipe": pipe, "tensor": tensor, "data": data} | fixed
+        return cls([(name, size) for name, size in axes.items() if name != "tensor" or size > 1], ranks_per_node)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -363,9 +361,7 @@ class Topology(Tabular):
         """
         if self._is_alone():
             return 0
-        import torch.distributed as dist
-
-        return next(group for group in self.groups_over(ROW_AXES) if dist.get_rank() in group).index(dist.get_rank())
+        return next(group for group in self.groups_over(ROW_AXES) if self.rank in group).index(self.rank)
 
     @property
     def pipe_rank(self) -> int:
@@ -440,10 +436,9 @@ class Topology(Tabular):
         if count == 1:
             return tensor
         import torch
-        import torch.distributed as dist
 
         self.cut.append(tensor)
-        mine, chunks = self._mine("context").index(dist.get_rank()), self._chunks(tensor, dim, count)
+        mine, chunks = self._mine("context").index(self.rank), self._chunks(tensor, dim, count)
         return torch.cat([chunks[mine], chunks[-1 - mine]], dim)
 
     def context_whole(self, parts: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -550,9 +545,7 @@ class Topology(Tabular):
 
     def _mine(self, axis: str) -> list[int]:
         """Returns the ranks of this process's group of ``axis``."""
-        import torch.distributed as dist
-
-        return next(group for group in self.groups(axis) if dist.get_rank() in group)
+        return next(group for group in self.groups(axis) if self.rank in group)
 
     def _distributed(self) -> _LiveGroups:
         """Returns this topology's meshes and groups; TopologyError unless torch.distributed runs with as many ranks."""

@@ -12,10 +12,11 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import cached_property, partial
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -44,6 +45,7 @@ from fxpipe.errors import RunError
 from fxpipe.plain_data import check_length, decode, encode_for_all
 from fxpipe.torch_compat.groups import default_store, group_of_members
 
+T = TypeVar("T")
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -61,6 +63,21 @@ def facts_of(topology: Topology, options: Mapping[str, str]) -> dict[str, str]:
         "the topology": f"({axes}), ranks_per_node={topology.ranks_per_node}",
         **options,
     }
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Starts a call of torch that may never return, for example if a peer is gone. Its thread is then abandoned, and
+    ends with the process."""
+    later: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            later.set_result(call())
+        except BaseException as error:  # the future raises it
+            later.set_exception(error)
+
+    threading.Thread(target=run, name="fxpipe connecting", daemon=True).start()
+    return later
 
 
 class _PairLink(NamedTuple):
@@ -148,26 +165,20 @@ class DistributedTransport:
 
     def _apart(self, connect: Callable[[], object]) -> None:
         """Runs ``connect``, which torch cannot interrupt, in a thread, while this thread waits in slices."""
-        # Connecting may never end if a peer is gone; the thread is then abandoned, and ends with the process.
-        done, failures, device = threading.Event(), list[BaseException](), self.device
+        device = self.device
 
         def run() -> None:
-            try:
-                if device.type != "cpu":
-                    torch.accelerator.set_device_index(device)
-                connect()
-            except BaseException as error:  # raised again below
-                failures.append(error)
-            done.set()
+            if device.type != "cpu":
+                torch.accelerator.set_device_index(device)
+            connect()
 
-        threading.Thread(target=run, name="fxpipe connecting", daemon=True).start()
+        connected = in_thread(run)
         with self._waiting(lambda: ("all ranks to open their connections", "all")) as look_up:
-            while not done.wait(SLICE_SECONDS):
+            while not wait([connected], SLICE_SECONDS).done:
                 look_up()
-        if failures and isinstance(failures[0], RuntimeError):
-            raise PeerLost("all ranks to open their connections", reason=failures[0])
-        if failures:
-            raise failures[0]
+        if isinstance(error := connected.exception(), RuntimeError):
+            raise PeerLost("all ranks to open their connections", reason=error)
+        connected.result()  # raises any other error
 
     @contextlib.contextmanager
     def _waiting(self, what: Callable[[], tuple[str, Scope]]) -> Iterator[Callable[[], None]]:
