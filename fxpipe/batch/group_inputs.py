@@ -177,9 +177,8 @@ class GroupInputs:
                 "gather what it is computed from, and compute it behind the boundary, or make it a mean there"
             )
         dims = self._places.get(leaf, range(column[0].dim()))
-        has_rows = len({part.dim() for part in column}) == 1
         # A dimension has the rows if its size is the number of rows in every micro-batch.
-        fits = [dim for dim in dims if has_rows and [part.shape[dim] for part in column] == list(rows)]
+        fits = [dim for dim in dims if have_sizes(column, dim, rows)]
         is_alone = len(column) == 1 and not (is_global and self._transport.data_size > 1)
         if len(fits) == 1 or (fits and is_alone):
             return fits[0]
@@ -241,6 +240,13 @@ def _padded(tensor: Tensor, dim: int, rows: int) -> Tensor:
     padded = tensor.new_zeros(rows, *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     return padded
+
+
+def have_sizes(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
+    """Whether all parts have the same number of dimensions, and these sizes in dimension ``dim``."""
+    dims = {part.dim() for part in parts}
+    has_dim = len(dims) == 1 and all(-each <= dim < each for each in dims)
+    return has_dim and [part.shape[dim] for part in parts] == list(sizes)
 
 
 def shapes_of(column: Sequence[Tensor]) -> str:

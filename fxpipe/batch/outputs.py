@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.batch.batch import Batch
-from fxpipe.batch.group_inputs import beside, shapes_of
+from fxpipe.batch.group_inputs import beside, have_sizes, shapes_of
 from fxpipe.batch.rows import rules_in
 from fxpipe.batch.rules import InEntries, InPackedRows, InRows, is_entries
 from fxpipe.distributed.transport import Transport, differing, member
@@ -77,8 +77,10 @@ class OutputRows:
 
     def dims_in(self, column: Sequence[Tensor]) -> list[int]:
         """The dimensions in which all parts have their micro-batches' rows, or the rows of a packed input."""
-        packed = [dim for dim, sizes in self.packed if _are(column, dim, sizes)]
-        own = [dim for dim in (*self.along, 0) if _are(column, dim, self.sizes)] if self.along or not packed else []
+        packed = [dim for dim, sizes in self.packed if have_sizes(column, dim, sizes)]
+        own = (
+            [dim for dim in (*self.along, 0) if have_sizes(column, dim, self.sizes)] if self.along or not packed else []
+        )
         return list(dict.fromkeys(dim % column[0].dim() for dim in (*own, *packed)))
 
     def are_entries(self, parts: Sequence[Sequence[Any]], where: Where) -> bool:
@@ -205,13 +207,6 @@ def _called(where: Where) -> str:
 def _shapes_in(entry: Any) -> tuple[tuple[int, ...], ...]:
     """The shapes of the tensors in an entry of a list."""
     return tuple(tuple(tensor.shape) for tensor in tensors_in(entry))
-
-
-def _are(parts: Sequence[Tensor], dim: int, sizes: Sequence[int]) -> bool:
-    """Whether all parts have the same number of dimensions, and these sizes in dimension ``dim``."""
-    dims = {part.dim() for part in parts}
-    has_dim = len(dims) == 1 and all(-each <= dim < each for each in dims)
-    return has_dim and [part.shape[dim] for part in parts] == list(sizes)
 
 
 # --- over ranks ---
