@@ -83,15 +83,6 @@ class Dependencies:
             groups=groups_of(rows),
         )
 
-    def depths(self, stages: int) -> tuple[int, ...]:
-        """Returns d(s) for each of so many stages: the number of stages on the longest path from s to a sink."""
-        readers = {stage: self.readers.get(stage, ()) for stage in range(stages)}
-        depth = [1] * stages
-        # Goes from the sinks back, so that the depths of all readers are known.
-        for stage in reversed(list(topological_order({stage: stage for stage in readers}, readers))):
-            depth[stage] = 1 + max((depth[reader] for reader in readers[stage]), default=0)
-        return tuple(depth)
-
     def before(self, action: Action) -> list[Action]:
         """Returns the actions that must have run before this action."""
         needed = self.needs(action)
@@ -153,6 +144,17 @@ class Dependencies:
             if other.replaces == kind.letter and (stage, microbatch) in there:
                 return kind if reader is not None and reader.letter in (other.letter, other.after) else other
         return kind
+
+
+def longest_paths(neighbours: Mapping[int, Sequence[int]], stages: int) -> tuple[int, ...]:
+    """Returns, per stage, the number of stages on the longest path that begins there and goes on to a neighbour: d(s)
+    for ``readers``, and for ``sources`` the height of s."""
+    after = {stage: neighbours.get(stage, ()) for stage in range(stages)}
+    longest = [1] * stages
+    # Goes from the ends of the paths back, so that the numbers of all neighbours are known.
+    for stage in reversed(list(topological_order({stage: stage for stage in after}, after))):
+        longest[stage] = 1 + max((longest[neighbour] for neighbour in after[stage]), default=0)
+    return tuple(longest)
 
 
 def _grouped(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[int, ...]]:
@@ -239,7 +241,7 @@ def held_back(
 def _least_caps(free: Dependencies, backward: Sequence[bool], turns: Sequence[int]) -> dict[int, int]:
     """Returns the smallest caps that keep a stage, and the stages between it and its readers, busy: 1 + d(s) − d(t)
     micro-batches, or groups, for a reader t."""
-    depth, caps = free.depths(len(turns)), {}
+    depth, caps = longest_paths(free.readers, len(turns)), {}
     for stage, readers in free.readers.items():
         if not backward[stage]:
             wanted = ((1 + depth[stage] - depth[reader]) * free.groups.get(reader, 1) for reader in readers)

@@ -4,6 +4,7 @@ the inputs alone from F to R."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
@@ -38,15 +39,14 @@ def peak_in_flight(schedule: ActionTable) -> tuple[int, ...]:
 def peak_host_bytes(schedule: ActionTable, costs: Costs) -> tuple[float, ...]:
     """Returns, per rank, the most bytes of activations in the host's memory: each offloaded micro-batch has a buffer
     there from its F, when its copy begins, to its backward."""
-    offloaded, peaks = schedule.dependencies.offloaded, []
-    for row in schedule.rows:
-        now = peak = 0.0
-        for action in row:
-            if action.kind.messages is not None and (action.stage, action.microbatch) in offloaded:
-                now += costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
-                peak = max(peak, now)
-        peaks.append(peak)
-    return tuple(peaks)
+    offloaded = schedule.dependencies.offloaded
+
+    def change(action: Action) -> float:
+        if action.kind.messages is None or (action.stage, action.microbatch) not in offloaded:
+            return 0.0
+        return costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
+
+    return tuple(max(accumulate(map(change, row), initial=0.0)) for row in schedule.rows)
 
 
 def peak_bytes(schedule: ActionTable, costs: Costs) -> tuple[float, ...]:

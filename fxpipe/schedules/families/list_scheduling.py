@@ -8,7 +8,7 @@ from typing import Any
 
 from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, held_back
+from fxpipe.schedules.dependency import Dependencies, held_back, longest_paths
 from fxpipe.schedules.families.limits import Caps, Maker, exceeds
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Units
 from fxpipe.schedules.families.problem import Problem
@@ -53,10 +53,7 @@ def by_each_priority(costs: Costs, caps: Caps, **limits: Any) -> list[Maker]:
 
 def _way_to_go(problem: Problem) -> Callable[[int, Kind], int]:
     """Returns minus the number of stages that a micro-batch still has ahead, in forward or in backward."""
-    height = [1] * len(problem.placement)
-    for stage in problem.order:
-        for target in problem.targets[stage]:
-            height[target] = max(height[target], 1 + height[stage])
+    height = longest_paths(problem.dependencies.sources, len(problem.placement))
     return lambda stage, kind: -(problem.depth if kind.part_of is FORWARD else height)[stage]
 
 

@@ -11,7 +11,7 @@ from fxpipe.graph.ranks import Placement, rank_count, ranks_of, replicated
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, Link
+from fxpipe.schedules.dependency import Dependencies, Link, longest_paths
 from fxpipe.schedules.given import check_graph, check_length
 from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
@@ -70,8 +70,11 @@ class Problem:
                     f"stage {stage} is gathered, and on {turns} ranks, with {groups} group{'s' * (groups > 1)} of "
                     f"{self.group(stage)} micro-batches; place it on as many ranks at most as it has groups"
                 )
+        sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(count), ()))
+        for source, target in self.edges:
+            sorter.add(target, source)
         try:
-            _ = self.order
+            sorter.prepare()
         except CycleError as error:
             cycle = " → ".join(map(str, error.args[1]))
             raise ScheduleError(f"the edges form a cycle, {cycle}; a stage graph must be acyclic") from None
@@ -130,21 +133,13 @@ class Problem:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The stages in topological order: first those without predecessors, by number, then the next."""
-        sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(range(len(self.placement)), ()))
-        for source, target in self.edges:
-            sorter.add(target, source)
-        sorter.prepare()
-        order: list[int] = []
-        while sorter.is_active():
-            ready = sorted(sorter.get_ready())
-            sorter.done(*ready)
-            order += ready
-        return tuple(order)
+        height = longest_paths(self.dependencies.sources, len(self.placement))
+        return tuple(sorted(range(len(height)), key=height.__getitem__))
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
         """d(s): the number of stages on the longest path from s to a sink, s included."""
-        return self.dependencies.depths(len(self.placement))
+        return longest_paths(self.dependencies.readers, len(self.placement))
 
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
