@@ -336,7 +336,7 @@ class Topology(Tabular):
             # The mesh holds this rank's batch group alone.
             nodes = self if zero_scope == "node" else Topology(self._axes)  # as if all ranks were in a single node
             groups = [_new_group(nodes.replica_groups()), _new_group(nodes.shard_groups())]
-            rows = by_node(self._mine(BATCH), nodes._node)
+            rows = by_node(self._mine(*BATCH_AXES), nodes._node)
             live.data_meshes[zero_scope] = DeviceMesh.from_group(
                 groups, served_device().type, rows, mesh_dim_names=("replica", "shard")
             )
@@ -359,9 +359,7 @@ class Topology(Tabular):
         Raises:
             TopologyError: as for ``data_size``.
         """
-        if self._is_alone():
-            return 0
-        return next(group for group in self.groups_over(ROW_AXES) if self.rank in group).index(self.rank)
+        return 0 if self._is_alone() else self._mine(*ROW_AXES).index(self.rank)
 
     @property
     def pipe_rank(self) -> int:
@@ -543,9 +541,9 @@ class Topology(Tabular):
             self._distributed()
         return alone
 
-    def _mine(self, axis: str) -> list[int]:
-        """Returns the ranks of this process's group of ``axis``."""
-        return next(group for group in self.groups(axis) if self.rank in group)
+    def _mine(self, *axes: str) -> list[int]:
+        """Returns the ranks of this process's group over ``axes``."""
+        return next(group for group in self.groups_over(axes) if self.rank in group)
 
     def _distributed(self) -> _LiveGroups:
         """Returns this topology's meshes and groups; TopologyError unless torch.distributed runs with as many ranks."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.distributed.grid import BATCH
 from fxpipe.forecast.preview import Preview, RankPreview
-from fxpipe.graph.stage_graph import Edge, Stage, StageGraph, all_tensors
+from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plans import Plans
@@ -86,6 +86,7 @@ class _Forecast:
         self.staged = plans.captures.stage_work(self.pattern, self.graph.placement)
         self.account = replace(Account.from_options(self.options, self.topology), states=stepping.states)
         self.stepping = stepping
+        self.per_node = self.topology.ranks_per_node or self.topology.world_size
         self.used = self.graph.held
         self.hardware = self.options.device.completed
         self.sizes: dict[Edge, tuple[float, float]] = {}
@@ -171,10 +172,7 @@ class _Forecast:
 
     def _crosses(self, ranks: Sequence[int]) -> float:
         """The fraction of a ring's links that connect different nodes."""
-        per_node = self.topology.ranks_per_node
-        if per_node is None:
-            return 0.0
-        nodes = [rank // per_node for rank in ranks]
+        nodes = [rank // self.per_node for rank in ranks]
         return sum(node != other for node, other in pairwise([*nodes, nodes[0]])) / len(nodes)  # the ring closes
 
     # bytes
@@ -191,12 +189,9 @@ class _Forecast:
         activations = peak_bytes(self.schedule, self.timeline.costs) if is_costed else ()
         hosts = peak_host_bytes(self.schedule, self.timeline.costs) if is_costed else [0.0] * len(self._tensors)
         sizes = bytes_of_inputs(self.pattern.shapes, self.options.precision)
-        stages: list[list[Stage]] = [[] for _ in self._tensors]
-        for stage in self.graph:
-            for rank in self.graph.ranks(stage.index):
-                stages[rank].append(stage)
         previews = []
-        for rank, (tensors, mine) in enumerate(zip(self._tensors, stages, strict=True)):
+        for rank, tensors in enumerate(self._tensors):
+            mine = [self.graph[number] for number in self.schedule.stages_of[rank]]
             inputs = {name for stage in mine for name in stage.batch_inputs}
             previews.append(
                 RankPreview(
@@ -340,9 +335,6 @@ class _Forecast:
         return end
 
     def _between_nodes(self) -> float:
-        per_node = self.topology.ranks_per_node
-        if per_node is None:
-            return 0.0
         total = 0.0
         if self.topology.size(BATCH) > 1:
             sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
@@ -351,9 +343,9 @@ class _Forecast:
         sizes: defaultdict[tuple[int, int], float] = defaultdict(float)  # sender, receiver in a pipeline → bytes
         for message in (each.message for row in self.plan.instructions for each in row if isinstance(each, Send)):
             sizes[message.sender, message.receiver] += self._size(message)
-        pipelines = self.topology.groups("pipe")
+        pipelines, node = self.topology.groups("pipe"), self.per_node
         for (sender, receiver), size in sizes.items():
-            total += size * sum(ranks[sender] // per_node != ranks[receiver] // per_node for ranks in pipelines)
+            total += size * sum(ranks[sender] // node != ranks[receiver] // node for ranks in pipelines)
         return total
 
     def _what(self) -> str:
