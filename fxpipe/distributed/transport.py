@@ -178,10 +178,9 @@ def in_flat_buffers(tensors: Sequence[Tensor], call: Callable[[Tensor], object])
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         call(flat)
-        offset = 0
-        for tensor in group:
-            overwrite(tensor, flat[offset : offset + tensor.numel()].view_as(tensor))
-            offset += tensor.numel()
+        parts = torch.split(flat, [tensor.numel() for tensor in group])
+        for tensor, part in zip(group, parts, strict=True):
+            overwrite(tensor, part.view_as(tensor))
 
 
 def overwrite(tensor: Tensor, values: Tensor) -> None:

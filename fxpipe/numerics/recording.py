@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -175,11 +174,10 @@ class ValueRecorder:
 
 def _locks(file: TextIO) -> bool:
     """Whether this process alone writes to the file, as far as the file system knows."""
-    with contextlib.suppress(OSError):
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:  # any other error: the file system has no locks
+        return not isinstance(error, (BlockingIOError, PermissionError))
     return True
 
 
