@@ -20,7 +20,8 @@ Rows = Sequence[Sequence[Action]]
 
 @dataclass(frozen=True)
 class Offloading:
-    """A family. All that has a backward leaves right behind its F, and comes back right before its B or I. With
+    """A family. All that has a backward leaves right behind its F, and comes back right before its B or I; what W needs
+    leaves right behind I, and comes back right before W. With
     ``costs``, as few micro-batches leave as a plan gains by, within ``memory`` if that is given."""
 
     family: str
@@ -63,6 +64,10 @@ def leaving() -> Iterator[list[Left]]:
 def _moved(action: Action, stages: set[int]) -> list[Action]:
     if action.stage in stages and action.kind.messages is FORWARD:
         return [action, action._replace(kind=Kind.O)]
+    if action.stage in stages and action.kind is Kind.I:
+        return [action._replace(kind=Kind.P), action, action._replace(kind=Kind.OW)]
+    if action.stage in stages and action.kind is Kind.W:
+        return [action._replace(kind=Kind.PW), action]
     if action.stage in stages and action.kind.messages is BACKWARD:
         return [action._replace(kind=Kind.P), action]
     return [action]

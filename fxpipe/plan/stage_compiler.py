@@ -255,6 +255,7 @@ class _HalvedCall:
         self.graph, self.deferred, self.parameters = graph, deferred, parameters
         self.stand_ins = {index: parameter.detach().requires_grad_() for index, parameter in parameters.items()}
         self._values: dict[str, Any] = {}
+        self._tensors: list[str] = []
         self._versions: list[int] = []
         self._parts: _Cut | None = None
 
@@ -285,12 +286,18 @@ class _HalvedCall:
         weights = parts.halves.of_weights
         needed = {*weights.takes, *parts.waits.values()} - {*weights.gives}
         self._values, self._parts = {name: values[name] for name in needed}, parts
+        tensors = {name: value for name, value in self._values.items() if isinstance(value, Tensor)}
+        self._tensors = [name for name, tensor in tensors.items() if not tensor.is_inference()]
+        self._versions = list(map(version_of, self.pending))
+
+    def change_tensors(self, change: Callable[[Any], Any]) -> None:
+        self._values |= {name: change(self._values[name]) for name in self._tensors}
         self._versions = list(map(version_of, self.pending))
 
     @property
     def pending(self) -> list[Tensor]:
         """The tensors that are kept for W."""
-        return [value for value in self._values.values() if isinstance(value, Tensor) and not value.is_inference()]
+        return [value for name in self._tensors if isinstance(value := self._values[name], Tensor)]
 
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Runs W and returns (parameter, gradient) pairs; may be called once."""
@@ -298,7 +305,7 @@ class _HalvedCall:
             raise RunError(
                 "what W needs was written in place since I; write it out of place (self.n = self.n + 1) or use a clone"
             )
-        values, self._values, self._versions = self._values, {}, []
+        values, self._values, self._tensors, self._versions = self._values, {}, [], []
         if self._parts is not None:
             with torch.no_grad():
                 values |= self._parts.of_weights(values)

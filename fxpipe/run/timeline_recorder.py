@@ -19,7 +19,7 @@ from fxpipe.plain_data import admitted
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_times import Copy, Reduction, Span, awaits_copy
 from fxpipe.schedules.costs import Cost, Costs
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Kind, Lane
+from fxpipe.schedules.kinds import BACKWARD, KINDS, Kind, Lane
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.step_breakdown import AFTER, BEFORE, BETWEEN, COMPUTE, WAITING, Spell
 
@@ -127,7 +127,7 @@ def timeline_of(
     copied = tuple(
         Copy(schedule.rank(action), lane, action, start - first, end - first)
         for action, start, end in copies
-        for lane in [Lane.OUT if action.kind.messages is FORWARD else Lane.BACK]
+        for lane in [action.kind.lane or Lane.OUT]
     )
     costs = _costs(schedule, spans, 0.0 if in_turns else _hop(schedule, spans, since))
     timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=beside, copies=copied)

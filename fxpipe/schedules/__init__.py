@@ -83,7 +83,8 @@ def build(
             the stage holds its inputs, the costs' ``input_bytes``.
         offload: whether the activations of each stage may wait in the host's memory for their backward; None: of no
             stage. With ``memory`` as few micro-batches leave as fit it. Without, the ranks hold as few bytes as
-            possible in a table that is at most 0.1 % longer. Each micro-batch that leaves has an O and a P.
+            possible in a table that is at most 0.1 % longer. Each micro-batch that leaves has an O and a P. What W
+            needs may leave between I and W.
 
     Raises:
         ScheduleError: the arguments do not fit each other.

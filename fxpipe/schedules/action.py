@@ -45,7 +45,7 @@ class Action(NamedTuple):
         match = _CELL.fullmatch(text.strip() if isinstance(text, str) else "")
         first, last = (int(match[3]), int(match[4] or match[3])) if match else (0, 0)
         if match is None or match[2] not in KINDS or (match[4] and last <= first):
-            *others, final = KINDS
+            *others, final = dict.fromkeys(kind.letter for kind in KINDS.values())
             raise ScheduleError(
                 f"{shown(text)} is no action; write <stage><{', '.join(others)} or {final}><micro-batch>, as in 2F0, "
                 "or of a group's first and last micro-batch, as in 4F0-3"

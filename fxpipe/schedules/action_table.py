@@ -14,8 +14,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, Link, groups_of
+from fxpipe.schedules.dependency import Dependencies, Half, Link, groups_of
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
+from fxpipe.schedules.kinds import Kind, by_position
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 
 StrPath = str | os.PathLike[str]
@@ -57,6 +58,7 @@ class ActionTable(ABC):
         check_length("stage_names", self.stage_names or self.placement, stages)
         check_graph(self.edges, stages, self.microbatches)
         check_cells(self.rows, stages, self.microbatches)
+        object.__setattr__(self, "rows", tuple(map(_named_by_position, self.rows)))
         if self.costs is not None:
             check_length("costs.forward", self.costs.forward, stages)
         if any(not 0 <= stage < stages for group in self.tied for stage in group):
@@ -112,3 +114,17 @@ class ActionTable(ABC):
         """The messages of a table with right cells. A stage's value goes once to each rank that needs it."""
         values = [source for source, _ in self.edges]
         return Lowering(self.rows, self.links, self.placement, self.backward, values)
+
+
+def _named_by_position(row: Row) -> Row:
+    """The row in which each O and P after the I of its micro-batch is of the kind OW or PW, and no other one is."""
+    if all(action.kind.lane is None for action in row):
+        return row
+    halved: set[Half] = set()
+    cells = []
+    for action in row:
+        half = action.stage, action.microbatch
+        if action.kind is Kind.I:
+            halved.add(half)
+        cells.append(action._replace(kind=by_position(action.kind, half in halved)))
+    return tuple(cells)

@@ -12,7 +12,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
-from fxpipe.schedules.kinds import BACKWARD, Kind, Lane
+from fxpipe.schedules.kinds import BACKWARD, Lane, kind_of
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.step_breakdown import Spell, Spent, spent
 
@@ -38,7 +38,7 @@ class Cause(NamedTuple):
 class Copy(NamedTuple):
     """When a rank's copy lane copied the activations of an action's micro-batches.
 
-    ``action``: the F whose activations left for the host, or the P that brought them back.
+    ``action``: the F or the I after which activations left for the host, or the P that brought them back.
     """
 
     rank: int
@@ -49,8 +49,9 @@ class Copy(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The copy in words: ``0F3 to the host``."""
-        return f"{self.action._replace(kind=Kind.F)} {self.lane.value}"
+        """The copy in words: ``0F3 to the host``, or ``0I3 to the host`` of what W needs."""
+        replaced = self.action.kind.replaces if self.lane is Lane.BACK else None
+        return f"{self.action._replace(kind=kind_of(replaced)) if replaced else self.action} {self.lane.value}"
 
 
 def awaits_copy(action: Action, other: Action) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.kinds import BACKWARD, KINDS, Held, Kind
+from fxpipe.schedules.kinds import BACKWARD, KINDS, OFFLOADS, Held, Kind
 from fxpipe.validation import is_list, shown
 
 _BYTES = ("activation_bytes", "input_bytes", "deferred_bytes", "again_bytes", "kept_bytes")
@@ -51,10 +51,12 @@ class Costs:
     source: str = field(default="", compare=False)
     """The origin of times in seconds, in words: "costs measured"; empty if the unit may be another."""
     kept_bytes: tuple[float, ...] | None = None
-    """The bytes that an offloaded stage holds of a micro-batch between O and P; None counts as 0."""
+    """The bytes that an offloaded stage holds of a micro-batch between O and P; None counts as 0. Between an O and a P
+    after I the stage holds at most what W needs."""
     copy: tuple[float, ...] | None = None
     """The time of a copy of a micro-batch's activations to the host, and of the copy back; None: as long as F. A rank
-    has a lane each way, which copies one action's micro-batches at a time, while the rank's actions run."""
+    has a lane each way, which copies one action's micro-batches at a time, while the rank's actions run. The copy of
+    what W needs takes the part of this time that ``deferred_bytes`` is of ``activation_bytes``."""
     duplex: bool = True
     """Whether the two lanes of a rank copy at the same time. False: they take turns."""
 
@@ -126,8 +128,12 @@ class Costs:
         return action.count * action.kind.change(Held(whole, inputs, left, remains, recomputed))
 
     def copied(self, action: Action) -> float:
-        """Returns how long the copy of an action's micro-batches to the host takes, and the copy back."""
-        return self.forward[action.stage] if self.copy is None else action.count * self.copy[action.stage]
+        """Returns how long the copy that an action begins takes: an F or an I to the host, or a P back."""
+        stage, whole, left = action.stage, self.activation_bytes, self.deferred_bytes
+        part = 1.0
+        if action.kind in (Kind.I, *OFFLOADS[Kind.I]) and whole is not None and left is not None and whole[stage]:
+            part = left[stage] / whole[stage]
+        return part * (self.forward[stage] if self.copy is None else action.count * self.copy[stage])
 
     def beside(self, action: Action) -> float:
         """Returns the additional bytes that an action holds while it runs."""

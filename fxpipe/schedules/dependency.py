@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.kinds import FORWARD, KINDS, Kind
+from fxpipe.schedules.kinds import FORWARD, KINDS, OFFLOADS, Kind
 
 
 class EdgeLike(Protocol):
@@ -59,7 +59,8 @@ class Dependencies:
     """The stages whose backward a stage's backward needs."""
     replacing: Mapping[Kind, Collection[Half]] = field(default_factory=dict)
     """Kind that replaces another one → where the table has it. The I makes the gradient of inputs where there is one,
-    else the B. A backward needs the R or the P where there is one, else the F."""
+    else the B. A backward needs the R or the P where there is one, else the F; a W needs the P after its I, else the
+    I."""
     groups: Groups = field(default_factory=dict)
     ahead: Mapping[int, int] = field(default_factory=dict)
     """Stage without backward → how many values the stage may have made that its readers have not received:
@@ -129,8 +130,12 @@ class Dependencies:
 
     @property
     def offloaded(self) -> Collection[Half]:
-        """The forwards whose activations the table copies to the host and back."""
-        return self.replacing.get(Kind.P, ())
+        """The micro-batches of stages of which the table copies something to the host and back."""
+        return {half for kind in OFFLOADS for half in self.leaving(kind)}
+
+    def leaving(self, kind: Kind) -> Collection[Half]:
+        """The micro-batches of stages whose activations leave for the host after an action of this kind."""
+        return self.replacing.get(OFFLOADS[kind][1], ()) if kind in OFFLOADS else ()
 
     @property
     def recomputed(self) -> Collection[Half]:
@@ -141,8 +146,8 @@ class Dependencies:
         """Returns the kind that replaces ``kind`` there, if the table has it; ``kind`` for a reader that the replacing
         kind waits for, or that is the replacing kind."""
         for other, there in self.replacing.items():
-            if other.replaces == kind.letter and (stage, microbatch) in there:
-                return kind if reader is not None and reader.letter in (other.letter, other.after) else other
+            if other.replaces == kind.name and (stage, microbatch) in there:
+                return kind if reader is not None and reader.name in (other.name, other.after) else other
         return kind
 
 

@@ -4,12 +4,12 @@ the inputs alone from F to R."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
 
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.kinds import FORWARD, Held, Kind
+from fxpipe.schedules.dependency import Half
+from fxpipe.schedules.kinds import OFFLOADS, Held
 
 
 def changes_in_flight(schedule: ActionTable) -> Callable[[Action], int]:
@@ -37,16 +37,23 @@ def peak_in_flight(schedule: ActionTable) -> tuple[int, ...]:
 
 
 def peak_host_bytes(schedule: ActionTable, costs: Costs) -> tuple[float, ...]:
-    """Returns, per rank, the most bytes of activations in the host's memory: each offloaded micro-batch has a buffer
-    there from its F, when its copy begins, to its backward."""
-    offloaded = schedule.dependencies.offloaded
-
-    def change(action: Action) -> float:
-        if action.kind.messages is None or (action.stage, action.microbatch) not in offloaded:
-            return 0.0
-        return costs.held(action._replace(kind=Kind.P)) * (1 if action.kind.messages is FORWARD else -1)
-
-    return tuple(max(accumulate(map(change, row), initial=0.0)) for row in schedule.rows)
+    """Returns, per rank, the most bytes of activations in the host's memory. A micro-batch has a buffer there from its
+    F, when its copy begins, to its backward. If it leaves after its I, it has a buffer from its I to its W."""
+    leaving, peaks = {kind: schedule.dependencies.leaving(kind) for kind in OFFLOADS}, []
+    for row in schedule.rows:
+        now = peak = 0.0
+        there: dict[Half, float] = {}
+        for action in row:
+            half = action.stage, action.microbatch
+            # Its next use needs what has left, and the memory on the host is free then.
+            if action.kind.lane is None:
+                now -= there.pop(half, 0.0)
+            if half in leaving.get(action.kind, ()):
+                there[half] = costs.held(action._replace(kind=OFFLOADS[action.kind][1]))
+                now += there[half]
+                peak = max(peak, now)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 def peak_bytes(schedule: ActionTable, costs: Costs) -> tuple[float, ...]:

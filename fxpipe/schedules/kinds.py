@@ -67,6 +67,11 @@ class Held(NamedTuple):
     remains: float
     recomputed: bool
 
+    @property
+    def remains_for_weights(self) -> float:
+        """What stays between an O and a P after I: at most what W needs."""
+        return min(self.remains, self.left)
+
 
 @dataclass(frozen=True, eq=False)
 class Kind:
@@ -75,7 +80,9 @@ class Kind:
     F: forward. R: the forward again, for the backward (recomputation). B: full backward. I and W: the two halves of a
     backward, the gradients of inputs (I) and of weights (W). O: offload: the activations have left for the host's
     memory, and their memory on the device is free. P: prefetch: their memory on the device is taken again, and they
-    begin to come back.
+    begin to come back. OW and PW: the O and the P of what W needs, between I and W.
+
+    OW and PW print as O and P. Their position in a row tells them apart: ``by_position``.
     """
 
     F: ClassVar[Kind]
@@ -85,6 +92,8 @@ class Kind:
     W: ClassVar[Kind]
     O: ClassVar[Kind]  # noqa: E741
     P: ClassVar[Kind]
+    OW: ClassVar[Kind]
+    PW: ClassVar[Kind]
     __members__: ClassVar[dict[str, Kind]]
     """``KINDS``, as of an enum: messages between ranks have a kind by its name."""
 
@@ -104,37 +113,40 @@ class Kind:
     messages: Direction | None = None
     """What the action takes from other stages and gives to other stages: values, gradients (BACKWARD), or nothing."""
     after: str | None = None
-    """The letter of the action of the same stage and micro-batch that must have run."""
+    """The name of the kind of the action of the same stage and micro-batch that must have run."""
     replaces: str | None = None
-    """A letter: where a table has this action, later actions of the pass wait for it in place of the action with that
-    letter."""
+    """The name of a kind: where a table has this action, later actions of the pass wait for it in place of the action
+    of that kind."""
     is_optional: bool = False
     """Whether tables may lack the action. If it is part of the backward pass, a stage has it for all micro-batches or
-    for none, except for ``OFFLOAD``, which each micro-batch of a stage has or lacks."""
+    for none, except for ``OFFLOADS``, which each micro-batch of a stage has or lacks."""
     completes_gradients: bool = False
     """Whether the gradients of the stage's parameters are complete after the action, for its micro-batch."""
     lane: Lane | None = None
     """The copy lane of an action that computes nothing. OUT: the copy begins at the end of the action ``after``, and
     this action waits for it. BACK: the copy begins here, and the action that waits for this action waits for it."""
+    half: str = ""
+    """The letter of the half of a backward that the action is for, where another kind has the same letter."""
 
     @property
     def name(self) -> str:
-        return self.letter
+        """The name of the kind in code. No two kinds have the same name."""
+        return self.letter + self.half
 
     def __str__(self) -> str:
         return self.letter
 
     def __repr__(self) -> str:
-        return f"Kind.{self.letter}"
+        return f"Kind.{self.name}"
 
     def __reduce__(self) -> tuple[Callable[[str], Kind], tuple[str]]:
-        return kind_of, (self.letter,)  # copies, and other processes, get the object of the table
+        return kind_of, (self.name,)  # copies, and other processes, get the object of the table
 
 
 FORWARD, BACKWARD = Direction
 
 KINDS: dict[str, Kind] = {
-    kind.letter: kind
+    kind.name: kind
     for kind in (
         Kind(
             "F",
@@ -211,19 +223,54 @@ KINDS: dict[str, Kind] = {
             times=lambda costs: costs.none,
             change=lambda load: load.whole - load.remains,
         ),
+        Kind(
+            "O",
+            "offload for W",
+            Tone(0.95, 0.03),
+            part_of=BACKWARD,
+            after="I",
+            is_optional=True,
+            lane=Lane.OUT,
+            half="W",
+            times=lambda costs: costs.none,
+            change=lambda load: load.remains_for_weights - load.left,
+        ),
+        Kind(
+            "P",
+            "prefetch for W",
+            Tone(0.75, 0.03),
+            part_of=BACKWARD,
+            after="OW",
+            replaces="I",
+            is_optional=True,
+            lane=Lane.BACK,
+            half="W",
+            times=lambda costs: costs.none,
+            change=lambda load: load.left - load.remains_for_weights,
+        ),
     )
 }
-"""Letter → kind, in the order of legends."""
+"""Name → kind, in the order of legends."""
 
 Kind.__members__ = KINDS
 for _kind in KINDS.values():
-    setattr(Kind, _kind.letter, _kind)
+    setattr(Kind, _kind.name, _kind)
 
 BACKWARDS = ({Kind.B}, {Kind.I, Kind.W})
 """The two ways to make a backward: the whole, or its two halves."""
-OFFLOAD = {Kind.O, Kind.P}
-"""The actions of a micro-batch that is offloaded: it has both or neither, and no R."""
+OFFLOADS = {Kind.F: (Kind.O, Kind.P), Kind.I: (Kind.OW, Kind.PW)}
+"""The kind of the action after which activations may leave → the offload and the prefetch before their next use. A
+micro-batch has both or neither, and no R."""
 
 
-def kind_of(letter: str) -> Kind:
-    return KINDS[letter]
+def by_position(kind: Kind, is_after_i: bool) -> Kind:
+    """Returns the kind of a cell, by its letter, and by whether the cell comes after the I of its micro-batch."""
+    early, late = OFFLOADS.values()
+    for pair in (early, late):
+        if kind in pair:
+            return (late if is_after_i else early)[pair.index(kind)]
+    return kind
+
+
+def kind_of(name: str) -> Kind:
+    return KINDS[name]

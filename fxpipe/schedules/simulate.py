@@ -12,7 +12,7 @@ from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.action_times import ActionTimes, Copy, Span, awaits_copy
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, in_order
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, Kind, Lane
+from fxpipe.schedules.kinds import BACKWARD, FORWARD, KINDS, OFFLOADS, Kind, Lane
 from fxpipe.schedules.lower import Message
 from fxpipe.schedules.verify import check_cells
 
@@ -52,15 +52,15 @@ class _Lanes:
     begin."""
 
     def __init__(self, costs: Costs, dependencies: Dependencies) -> None:
-        self._costs, self._offloaded = costs, dependencies.offloaded
+        self._costs, self._leaving = costs, {kind: dependencies.leaving(kind) for kind in OFFLOADS}
         self._free: dict[tuple[int, Lane | None], float] = {}  # (rank, lane) → when the lane is free
         self.copies: dict[Action, Copy] = {}
-        """The action whose end begins a copy, an F or a P → the copy."""
+        """The action whose end begins a copy, an F, an I or a P → the copy."""
 
     def begin(self, rank: int, action: Action, end: float) -> None:
         """Begins the copy that starts at an action's end, if any."""
         lane = action.kind.lane
-        if action.kind.messages is FORWARD and (action.stage, action.microbatch) in self._offloaded:
+        if (action.stage, action.microbatch) in self._leaving.get(action.kind, ()):
             lane = Lane.OUT
         elif lane is not Lane.BACK:
             return

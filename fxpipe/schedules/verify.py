@@ -19,7 +19,7 @@ from fxpipe.no_gc import paused
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.dependency import Dependencies, EdgeLike, in_order
-from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, OFFLOAD, Kind
+from fxpipe.schedules.kinds import BACKWARD, BACKWARDS, KINDS, OFFLOADS, Kind
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Reduce, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.table import grid
 
@@ -95,10 +95,10 @@ def _bits() -> dict[Kind, int]:
 
 def _check_complete(schedule: ActionTable, seen: Seen) -> None:
     """Checks that all F are there, B (or I and W) for exactly the stages with a backward, and all R or none. A
-    micro-batch has O and P together, and not with an R."""
+    micro-batch has an O together with its P, and not with an R; the pair after I only with an I."""
     bits = _bits()
     free = sum(bit for kind, bit in bits.items() if kind.is_optional and kind.part_of is not BACKWARD)
-    copies = sum(bits[kind] for kind in OFFLOAD)
+    copies = sum(bits[kind] for pair in OFFLOADS.values() for kind in pair)
     for stage, size in enumerate(schedule.groups):
         right = [{Kind.F} | kinds for kinds in BACKWARDS] if schedule.backward[stage] else [{Kind.F}]
         # A stage is recomputed for all micro-batches or for none: it holds them from F on, or from R on.
@@ -106,7 +106,10 @@ def _check_complete(schedule: ActionTable, seen: Seen) -> None:
             is_for_all = kind.is_optional and not bits[kind] & (free | copies)
             if is_for_all and any(found & bits[kind] for found in seen[stage].values()):
                 right = [kinds | {kind} for kinds in right]
-        with_copies = [kinds | OFFLOAD for kinds in right if schedule.backward[stage] and Kind.R not in kinds]
+        with_copies: list[set[Kind]] = []
+        for after, pair in OFFLOADS.items() if schedule.backward[stage] else ():
+            fitting = [kinds for kinds in (*right, *with_copies) if after in kinds and Kind.R not in kinds]
+            with_copies += [kinds | {*pair} for kinds in fitting]
         sums, more = ([sum(bits[kind] for kind in kinds) for kinds in some] for some in (right, with_copies))
         for microbatch in range(0, schedule.microbatches, size):
             found = seen[stage].get(microbatch, 0) & ~free

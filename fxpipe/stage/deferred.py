@@ -61,6 +61,9 @@ class DeferredCall(Protocol):
     def pending(self) -> list[Tensor]:
         """The tensors that it holds."""
 
+    def change_tensors(self, change: Callable[[Any], Any]) -> None:
+        """Replaces each tensor that it holds by ``change(tensor)``."""
+
     def gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Returns each parameter with a gradient; called once."""
 
@@ -76,7 +79,7 @@ class Deferred:
         self.enter = _enter_without_memory if _inputs_leave.get() else _enter
         """A call's input → the leaf at which its gradient arrives, and the value that the call computes with."""
         self._roots: list[GradientEdge] = []
-        self._seeds: list[Tensor] = []
+        self._seeds: list[Any] = []
         self._parameters: dict[int, Tensor] = {}
         self._calls: list[DeferredCall] = []
         self._open = False
@@ -121,6 +124,13 @@ class Deferred:
         self._roots, self._seeds, self._parameters, self._calls = [], [], {}, []
         if roots and ends:
             torch.autograd.backward(roots, seeds, inputs=ends)
+
+    def change_tensors(self, change: Callable[[Any], Any]) -> None:
+        """Between I and W: replaces each gradient that waits for W, and each tensor of compiled calls, by
+        ``change(tensor)``. A second change, before W, makes tensors of the results."""
+        self._seeds = list(map(change, self._seeds))
+        for call in self._calls:
+            call.change_tensors(change)
 
     @property
     def pending(self) -> list[Tensor]:

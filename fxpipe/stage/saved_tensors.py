@@ -10,7 +10,7 @@ from torch import Tensor
 from fxpipe.torch_compat.tensors import saved_version
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class SavedTensor:
     """A tensor that autograd has saved, and its version then. ``tensor``: without its node, with which it would be a
     cycle; None if its memory has left."""

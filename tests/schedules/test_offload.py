@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_times import Cause
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
+from fxpipe.schedules.in_flight import peak_host_bytes
 from fxpipe.schedules.kinds import Kind, Lane
 from fxpipe.schedules.lower import Compute, Receive
 from fxpipe.schedules.schedule import Schedule
@@ -145,9 +147,13 @@ ROOMS = {
     # v stages a rank: 2 / v.
     "interleaved of 2": (("interleaved_1f1b", 8, 16, 1, ROUND), None, 52.5, (1, 1, 1, 1)),
     "interleaved of 4": (("interleaved_1f1b", 32, 32, 1, [s % 8 for s in range(32)]), 0.5, 101.25, (0.5,) * 8),
-    "zb_v": (("zb_v", 8, 16, 1, FOLDED), None, 49.5, (1, 1.5, 2.5, 3.5)),
-    # What waits for its W stays.
-    "zb_h1": (("zb_h1", 4, 16, 1), None, 51, (2, 3, 4, 4)),
+    "zb_v": (("zb_v", 8, 16, 1, FOLDED), None, 49.5, (1, 1.5, 1.5, 1.5)),
+    # W waits, too: see ``test_zero_bubble_holds_three_in_place_of_one_for_each_rank``.
+    "zb_h1": (("zb_h1", 4, 16, 1), None, 51, (2, 3, 3, 3)),
+    "zb_h1, d 1/4": (("zb_h1", 4, 16, 0.25), None, 51, (2, 3, 3, 3)),
+    "zb_h1, no time": (("zb_h1", 4, 16, 0), None, 51, (1, 1, 1, 1)),
+    "zb_h1, d 3/2": (("zb_h1", 4, 16, 1.5), None, 51, (3, 4, 4, 4)),
+    "zb_h1 of 8": (("zb_h1", 8, 32, 1), None, 103, (2, 3, 3, 3, 3, 3, 3, 3)),
 }
 
 
@@ -157,6 +163,90 @@ def test_ranks_hold_the_least_bytes_and_take_no_longer(case: str) -> None:
     options = {"placement": placement[0]} if placement else {}
     plan = balanced(name, stages, microbatches, copy, memory=room, **options).planned()
     assert (plan.makespan, plan.peak_bytes) == (makespan, peaks)
+
+
+def test_zero_bubble_holds_three_in_place_of_one_for_each_rank() -> None:
+    """ZB-H1 of p ranks takes m (F + I + W) + (p − 1)(F + I − W), and holds p. For d ≤ F = I = W, offload leaves 2 on
+    the first rank, where W follows I at once, and min(p, 3) on the others.
+
+    These are three at least. The last rank ends with I of the last micro-batch k, then W of k − 3, k − 2, and so on,
+    without a gap. While W of k − 3 runs, k is on its way out, and k − 2 on its way back. On the ranks between, a
+    micro-batch that leaves twice is on the device for 2 d + I from F to I, and for 2 d + W from I to W: 6 units of
+    time. A micro-batch comes every 3. So 2 would be the mean, and the peak is more, since the times overlap.
+    """
+    for ranks in (2, 3, 5):
+        m = 4 * ranks
+        plan = balanced("zb_h1", ranks, m, 1).planned()
+        makespan = 3 * m + ranks - 1
+        assert (plan.makespan, plan.peak_bytes) == (makespan, (2, *[min(ranks, 3)] * (ranks - 1)))
+
+
+SPLIT_LAST = "1F0 1I0 1W0 1F1 1I1 1W1 1F2 1I2 1W2"
+SPLIT = two("0F0 0F1 0O0 0F2 0P0 0I0 0O0 0I1 0P0 0W0 0I2 0W1 0W2", SPLIT_LAST)
+
+
+def test_after_i_the_same_letters_are_what_w_needs() -> None:
+    """Rank 0, with copies of 1.5 and, of what W needs, half of that: I0 5-6, and its copy until 6.75, so that O0 is
+    after I1, 6-7. P0 at 7, and its copy until 7.75; W0 waits for that."""
+    SPLIT.verify()
+    row = SPLIT.rows[0]
+    assert [action.kind for action in row if action.kind.lane] == [Kind.O, Kind.P, Kind.OW, Kind.PW]
+    costs = Costs.of(2, 1, 2, activation_bytes=10, deferred_bytes=5, kept_bytes=[2, 0], copy=1.5)
+    table = two("0F0 0F1 0O0 0F2 0P0 0I0 0I1 0O0 0P0 0W0 0I2 0W1 0W2", SPLIT_LAST)
+    plan = table.simulate(costs)
+    first = Action(0, Kind.I, 0)
+    spans = {action: (span.start, span.end) for action, span in plan.spans.items() if action.microbatch == 0}
+    assert (spans[Action(0, Kind.P, 0)], spans[first]) == ((3.5, 3.5), (5, 6))
+    assert (spans[Action(0, Kind.OW, 0)], spans[Action(0, Kind.PW, 0)]) == ((7, 7), (7, 7))
+    assert spans[Action(0, Kind.W, 0)] == (7.75, 8.75)
+    copies = [(copy.what, copy.start, copy.end) for copy in plan.copies]
+    assert copies[2:] == [("0I0 to the host", 6, 6.75), ("0I0 from the host", 7, 7.75)]
+    assert plan.cause(Action(0, Kind.W, 0)) == Cause(Action(0, Kind.PW, 0), crosses=False)
+    # F0 10, F1 20, O0 12, F2 22, P0 30, I0 25, O0 22: of the 5 that W needs 2 remain.
+    assert SPLIT.simulate(costs).peak_bytes == (30, 10)
+    assert [costs.held(Action(0, kind, 0)) for kind in (Kind.OW, Kind.PW)] == [-3, 3]
+    # On the host F0 has 8 until I0, and then 3 until W0.
+    assert peak_host_bytes(SPLIT, costs) == (8, 0)
+    assert peak_host_bytes(two("0F0 0F1 0F2 0I0 0O0 0I1 0P0 0W0 0I2 0W1 0W2", SPLIT_LAST), costs) == (3, 0)
+    assert SPLIT.simulate().peak_in_flight == (3, 1)
+
+
+def test_files_and_pictures_tell_by_the_position_which_o_it_is(tmp_path: Path) -> None:
+    SPLIT.to_csv(tmp_path / "table.csv")
+    SPLIT.to_csv(tmp_path / "messages.csv", communication=True)
+    for name in ("table", "messages"):
+        assert Schedule.from_csv(tmp_path / f"{name}.csv", edges=((0, 1),)).rows == SPLIT.rows
+    assert pickle.loads(pickle.dumps(SPLIT)).rows == SPLIT.rows
+    SPLIT.to_svg(tmp_path / "table.svg")
+    text = (tmp_path / "table.svg").read_text()
+    for words in ("offload for W", "prefetch for W", "0F0 to the host", "0I0 to the host", "0I0 from the host"):
+        assert words in text
+
+
+WRONG_SPLIT = {
+    "0F0 0F1 0F2 0I0 0P0 0O0 0W0 0I1 0W1 0I2 0W2": "deadlocks: rank 0 waits at 0P0 for 0O0",
+    "0F0 0F1 0F2 0I0 0O0 0W0 0P0 0I1 0W1 0I2 0W2": "deadlocks: rank 0 waits at 0W0 for 0P0",
+    "0F0 0F1 0F2 0I0 0W0 0O0 0P0 0I1 0W1 0I2 0W2": "deadlocks: rank 0 waits at 0W0 for 0P0",
+    "0F0 0F1 0F2 0I0 0O0 0W0 0I1 0W1 0I2 0W2": "0F0 0I0 0W0 0O0 0P0.*; the table has 0F0 0I0 0W0 0O0\n",
+    "0F0 0F1 0F2 0I0 0P0 0W0 0I1 0W1 0I2 0W2": "the table has 0F0 0I0 0W0 0P0\n",
+    "0F0 0O0 0F1 0F2 0I0 0P0 0W0 0I1 0W1 0I2 0W2": "the table has 0F0 0I0 0W0 0O0 0P0\n",
+    "0F0 0F1 0F2 0I0 0O0 0O0 0P0 0W0 0I1 0W1 0I2 0W2": "0O0 stands 2 times",
+    "0F0 0F1 0F2 0R0 0I0 0O0 0P0 0W0 0R1 0I1 0W1 0R2 0I2 0W2": "needs .*; the table has 0F0 0R0 0I0 0W0 0O0 0P0\n",
+}
+
+
+@pytest.mark.parametrize("row", WRONG_SPLIT)
+def test_a_wrong_table_with_o_after_i_is_refused_with_its_cell(row: str) -> None:
+    with pytest.raises(ScheduleError, match=WRONG_SPLIT[row]):
+        two(row, SPLIT_LAST).verify()
+
+
+def test_between_i_and_w_nothing_is_copied_that_gains_nothing() -> None:
+    """The first rank's W follows I at once, the second holds 3 without; and where all fits, nothing leaves."""
+    first, *others = balanced("zb_h1", 4, 16, 1).rows
+    assert not any(action.kind is Kind.OW for action in first)
+    assert [any(action.kind is Kind.OW for action in row) for row in others] == [False, True, True]
+    assert balanced("zb_h1", 4, 16, 1, memory=4).rows == build("zb_h1", chain(4), 16).rows
 
 
 def test_the_towers_of_a_loss_over_the_whole_batch_hold_two_where_recomputation_takes_longer() -> None:
@@ -229,10 +319,10 @@ def _peaks(schedule: Schedule, costs: Costs) -> list[float]:
         peak = 0.0
         for stage, kind, microbatch, count in row:
             whole = count * (costs.activation_bytes or ())[stage] * schedule.backward[stage]
-            if kind in (Kind.F, Kind.P):
+            if kind.letter in "FP":
                 here[stage, microbatch] = whole
             peak = max(peak, sum(here.values()))
-            if kind in (Kind.O, Kind.B, Kind.W):
+            if kind.letter in "OBW":
                 here.pop((stage, microbatch), None)
         peaks.append(peak)
     return peaks

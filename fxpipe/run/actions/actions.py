@@ -215,6 +215,10 @@ class BoundAction:
         assert self.residuals.offloaded is not None
         self.residuals.offloaded.wait()
 
+    def leaves_after(self, kind: Kind) -> bool:
+        """Whether the micro-batch's activations leave for the host after its action of this kind, F or I."""
+        return (self.action.stage, self.action.microbatch) in self.executor.table.leaving(kind)
+
     def mark_of_copies(self) -> Callable[[], None] | None:
         """The function that tells observers that copies start, or have ended; None if no observer asks."""
         if not (watching := self.executor.step.watched.on_copy):
@@ -298,8 +302,10 @@ class ForwardAction(BoundAction):
         return run_and_keep
 
     def _offloading(self, run: Run) -> Run:
-        """A forward whose activations leave for the host: O frees their memory, and P begins to bring them back."""
+        """A forward whose activations leave for the host, or the part that W needs after I: O frees their memory, and P
+        begins to bring them back."""
         executor, stage, residuals = self.executor, self.stage, self.residuals
+        leaves, for_weights = self.leaves_after(Kind.F), self.leaves_after(Kind.I)
         of_batch = [index for index, entry in enumerate(stage.inputs) if isinstance(entry, str)]
 
         def run_and_offload(*inputs: Any) -> Any:
@@ -308,7 +314,12 @@ class ForwardAction(BoundAction):
             residuals.offloaded = Offloaded(executor.copies, stays, stage.name)
             with residuals.offloaded.saving():
                 results = run(*inputs)
-            residuals.offloaded.leave(self.mark_of_copies())
+            if for_weights:
+                residuals.offloaded.note_for_weights()
+            if leaves:
+                residuals.offloaded.leave(self.mark_of_copies())
+            else:
+                residuals.offloaded.stay()
             return results
 
         return run_and_offload
@@ -401,7 +412,8 @@ class BackwardAction(BoundAction):
     def __init__(self, executor: Executor, action: Action) -> None:
         super().__init__(executor, action)
         self.takes = [executor.take(edge, BACKWARD, action.microbatch) for edge in self.stage.outputs]
-        self.awaits_copies = (action.stage, action.microbatch) in executor.table.offloaded
+        self.awaits_copies = self.leaves_after(Kind.F)
+        self._leaves = self.leaves_after(Kind.I)
         stages = executor.graph.stages
         self.fed = [
             (index, edge)
@@ -419,7 +431,7 @@ class BackwardAction(BoundAction):
         saved, residuals.saved = residuals.saved, None
         assert saved is not None
         offloaded, residuals.offloaded = residuals.offloaded, None
-        if offloaded is not None:
+        if offloaded is not None and self.awaits_copies:
             offloaded.arrive()
         if self.stage.returns_result:
             arrived.append(True)
@@ -433,6 +445,10 @@ class BackwardAction(BoundAction):
             if new:
                 give_own_memory(new, (arrived, returned))
             residuals.later = saved.deferred
+        if offloaded is not None and self._leaves:
+            del saved  # the graph that W does not need
+            offloaded.leave_for_weights(residuals.later, self.mark_of_copies())
+            residuals.offloaded = offloaded
         self.give(returned)
         return returned
 
@@ -445,8 +461,15 @@ class BackwardAction(BoundAction):
 class WeightsAction(BoundAction):
     """W: the gradients of parameters. It does nothing for a stage whose backward cannot be split."""
 
+    def __init__(self, executor: Executor, action: Action) -> None:
+        super().__init__(executor, action)
+        self.awaits_copies = self.leaves_after(Kind.I)
+
     def run(self, arrived: list[Any]) -> Sequence[Any]:
         later, self.residuals.later = self.residuals.later, None
+        offloaded, self.residuals.offloaded = self.residuals.offloaded, None
+        if offloaded is not None:
+            offloaded.arrive_for_weights(later)
         if later is not None:
             parameters = self.executor.parameters.in_call(self._parameters)
             new, passing = without_gradient(parameters), later.pending
@@ -536,6 +559,8 @@ RUNNERS: dict[Kind, Runner] = {
     Kind.W: WeightsAction,
     Kind.O: Offload,
     Kind.P: Prefetch,
+    Kind.OW: Offload,
+    Kind.PW: Prefetch,
 }
 """Kind → makes the call that runs an action of this kind: a subclass of ``BoundAction``."""
 

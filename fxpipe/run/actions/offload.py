@@ -5,6 +5,9 @@ O  The rank's stream waits for the copy, and the device's memory is freed.
 P  Memory is taken on the device, and another stream copies back.
 B  The rank's stream waits for that copy. Autograd frees each tensor once its node has run. I and W do as B.
 
+Between I and W the same steps move what W needs: the saved tensors that autograd has not freed after I, and the
+gradients that W begins with.
+
 The host waits for none of these. Some saved tensors stay on the device: parameters, buffers and their views, and inputs
 of the batch, which the caller holds. Tensors of less than ``HostCopies.least`` bytes stay, too, and tensors on another
 device, and tensors without plain memory, such as sparse ones. A tensor of a subclass, such as a DTensor or a nested
@@ -17,6 +20,7 @@ B fails, as without offload. A later write is no error: the host has the values 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 
 from fxpipe.device import HostCopies, OnHost
 from fxpipe.errors import RunError
-from fxpipe.stage.deferred import inputs_leave
+from fxpipe.stage.deferred import Deferred, inputs_leave
 from fxpipe.stage.saved_tensors import SavedTensor, unwritten, written
 from fxpipe.torch_compat.tensors import base_of, id_of_storage, saved_version, storage_id, version_of
 
@@ -88,6 +92,8 @@ class Offloaded:
     _memories: list[_Memory] = field(default_factory=list)
     _away: list[_Away] = field(default_factory=list)
     _wrapped: list[_Wrapped] = field(default_factory=list)
+    _for_weights: list[weakref.ref[SavedTensor]] = field(default_factory=list)
+    """What a forward has saved, as far as autograd still holds it."""
     _on_host: OnHost | None = None
 
     @contextlib.contextmanager
@@ -170,6 +176,34 @@ class Offloaded:
                 there = there[:-uneven]
             there = there.view(dtype)
         return there.as_strided(size, stride, offset - memory.begin // width)
+
+    def stay(self) -> None:
+        """After F, in place of ``leave``: autograd alone holds the tensors."""
+        self._away, self._wrapped = [], []
+
+    def note_for_weights(self) -> None:
+        """After F, before ``leave`` or ``stay``, if what W needs leaves after I."""
+        self._for_weights = [weakref.ref(saved) for saved in (*self._away, *self._wrapped)]
+
+    def leave_for_weights(self, deferred: Deferred | None, mark: Callable[[], None] | None = None) -> None:
+        """After I: starts the copies to the host of what W needs. ``deferred``: I's data for W, if W has work.
+        ``mark`` as in ``leave``."""
+        alive = [] if deferred is None else [saved for ref in self._for_weights if (saved := ref()) is not None]
+        self._away = [saved for saved in alive if isinstance(saved, _Away)]
+        self._wrapped = [saved for saved in alive if isinstance(saved, _Wrapped)]
+        for away in self._away:
+            if away.tensor is None:  # it has been on the host before I
+                tensor = self._unpack(away)
+                away.tensor, away.version, away.memory, away.layout = tensor, saved_version(tensor), None, None
+        if deferred is not None:
+            deferred.change_tensors(self._pack)
+        self.leave(mark)
+
+    def arrive_for_weights(self, deferred: Deferred | None) -> None:
+        """Before W, after ``wait``: as ``arrive``; and W's gradients are tensors again."""
+        if deferred is not None:
+            deferred.change_tensors(self._unpack)
+        self.arrive()
 
     def leave(self, mark: Callable[[], None] | None = None) -> None:
         """After F: starts the copies to the host. ``mark``: called at the beginning and at the end of the copies."""

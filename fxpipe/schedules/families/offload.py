@@ -6,14 +6,17 @@ Takes a table that can run, its costs, the stages that may be offloaded, and the
 Each rank's row is walked once, in the time of the table without copies:
 
 1. A micro-batch that was offloaded comes back (P) at the last action from which its copy, and the copies of the others
-   that are away, are in time for their backwards.
+   that are away, are in time for their next uses: their backwards.
 2. Before an action that needs more bytes than the room has left, micro-batches leave (O). Of the micro-batches whose
-   copy is over by then, the one whose backward comes last in the row leaves first (Belady 1966); if no copy is over,
+   copy is over by then, the one whose next use comes last in the row leaves first (Belady 1966); if no copy is over,
    the one whose copy is over first.
 
 So a micro-batch that fits the room is never copied. Where copies are slower than the row, the plan's times are too
 early, and a walk that assumes shorter copies may wait less: each of ``SCALES`` is tried, and the shortest table kept.
 Rows do not depend on each other, since no O or P waits for another rank.
+
+A backward in two halves has two waits: from F to I, and from I to W. Each walk is tried with the first kind of wait
+alone, and with both. Copies between I and W are used only if the table is shorter with them, or fits only with them.
 """
 
 from __future__ import annotations
@@ -22,16 +25,16 @@ import math
 from bisect import bisect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Half
 from fxpipe.schedules.families.limits import exceeds
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.in_flight import peak_bytes
-from fxpipe.schedules.kinds import BACKWARD, FORWARD, Kind
+from fxpipe.schedules.kinds import OFFLOADS, Kind, Lane
 from fxpipe.schedules.schedule import Schedule, Timeline
 
 SCALES = (1, 0.5, 0.25, 0)
@@ -51,9 +54,10 @@ def within_rooms(schedule: Schedule, costs: Costs, stages: Collection[int], room
     """
     plan, peaks = schedule.simulate(costs), peak_bytes(schedule, costs)
     best, shortest = None, math.inf
-    for scale in SCALES:
+    waits = [(Kind.F,), (Kind.F, Kind.I)] if schedule.dependencies.halves else [(Kind.F,)]
+    for scale, after in product(SCALES, waits):
         rows = [
-            _Walk(row, plan, scale, stages, room).walked() if exceeds(peak, room) else row
+            _Walk(row, plan, scale, stages, room, after).walked() if exceeds(peak, room) else row
             for row, room, peak in zip(schedule.rows, rooms, peaks, strict=True)
         ]
         fitting = [row for row in rows if row is not None]
@@ -96,21 +100,21 @@ def least_rooms(schedule: Schedule, costs: Costs, stages: Collection[int]) -> tu
     rooms, recomputed = [], schedule.dependencies.recomputed
     for row in schedule.rows:
         stays = least = 0.0
+        uses = _uses(row, (*OFFLOADS,))
+        away = {
+            first: costs.held(_moved(first, Lane.OUT))
+            for first in uses
+            if first.stage in stages and _half(first) not in recomputed
+        }
+        ends = {row[cell]: away[first] for first, cell in uses.items() if first in away}
         for action in row:
             if not schedule.backward[action.stage]:
                 continue
-            half = _half(action)
-            change = costs.held(action, half in recomputed)
-            if action.stage in stages and half not in recomputed and action.kind.messages is not None:
-                # Only at its F, and at its backward, is the micro-batch here; between these, what its O keeps.
-                away = costs.held(action._replace(kind=Kind.O))
-                is_forward = action.kind.messages is FORWARD
-                least = max(least, stays + (change if is_forward else -away + costs.beside(action)))
-                stays += change + away if is_forward else change - away
-            else:
-                least = max(least, stays + costs.beside(action))
-                stays += change
-            least = max(least, stays)
+            # Only at its F, and at the uses that follow, is a micro-batch here; between these, what its O keeps.
+            stays -= ends.get(action, 0.0)
+            change = costs.held(action, _half(action) in recomputed)
+            least = max(least, stays + max(change, costs.beside(action)))
+            stays += change + away.get(action, 0.0)
         rooms.append(least)
     return tuple(rooms)
 
@@ -141,19 +145,25 @@ def with_offload(rows: Sequence[Sequence[Action]], problem: Problem) -> tuple[Ro
 
 
 class _Walk:
-    """A walk along a rank's row. ``plan``: the table's times without copies. ``scale``: of the copies' times."""
+    """A walk along a rank's row. ``plan``: the table's times without copies. ``scale``: of the copies' times.
+    ``after``: the kinds of actions after which activations may leave. A wait is named by its first action."""
 
-    def __init__(self, row: Row, plan: Timeline, scale: float, stages: Collection[int], room: float) -> None:
+    def __init__(
+        self, row: Row, plan: Timeline, scale: float, stages: Collection[int], room: float, after: Collection[Kind]
+    ) -> None:
         self._row, self._plan, self._costs, self._scale, self._room = row, plan, plan.costs, scale, room
         self._starts = [plan.spans[action].start for action in row]
         self._recomputed = plan.schedule.dependencies.recomputed
-        self._forward = {_half(action): action for action in row if action.kind.messages is FORWARD}
-        self._use = {_half(action): cell for cell, action in enumerate(row) if action.kind.messages is BACKWARD}
-        """Micro-batch → the index in the row of its backward, or of its I."""
-        self._may_leave = {half for half in self._use if half[0] in stages and half not in self._recomputed}
+        self._use = {
+            first: cell
+            for first, cell in _uses(row, after).items()
+            if first.stage in stages and _half(first) not in self._recomputed
+        }
+        """The first action of a wait that may be in the host's memory → the index in the row of its last action."""
+        self._ends = {cell: first for first, cell in self._use.items()}
         # Dicts for their order: where two copies end at the same time, the micro-batch that came first leaves first.
-        self._here: dict[Half, None] = {}
-        self._away: dict[Half, None] = {}
+        self._here: dict[Action, None] = {}
+        self._away: dict[Action, None] = {}
         self._bytes = 0.0
         self._lane = _OutLane()
         self._walked: list[Action] = []
@@ -161,81 +171,82 @@ class _Walk:
     def walked(self) -> Row | None:
         """Returns the row with O's and P's; None if an action does not fit the room, whatever leaves."""
         for cell, action in enumerate(self._row):
-            half, now = _half(action), self._starts[cell]
+            ended, now = self._ends.get(cell), self._starts[cell]
             # 1. What comes back: this action's own micro-batch at the latest, and others if they fit beside the action.
-            if half in self._away:
-                if not self._makes_room(self._taken_by(Kind.P, half), cell, now, late=True):
+            if ended in self._away:
+                if not self._makes_room(self._taken_by(Lane.BACK, ended), cell, now, late=True):
                     return None
-                self._moves(Kind.P, half)
-            grows = max(self._change(action), self._costs.beside(action) if half in self._use else 0.0, 0.0)
+                self._moves(Lane.BACK, ended)
+            grows = max(self._change(action), self._beside(action), 0.0)
             for other in self._due(cell):
-                if not self._makes_room(self._taken_by(Kind.P, other) + grows, self._use[other], now, late=False):
+                if not self._makes_room(self._taken_by(Lane.BACK, other) + grows, self._use[other], now, late=False):
                     break
-                self._moves(Kind.P, other)
+                self._moves(Lane.BACK, other)
             # 2. What leaves.
             if not self._makes_room(grows, cell, now, late=True):
                 return None
             self._walked.append(action)
             self._bytes += self._change(action)
-            if half in self._may_leave:
-                if action.kind.messages is BACKWARD:
-                    del self._here[half]
-                elif action.kind.messages is FORWARD:
-                    self._here[half] = None
+            if ended is not None:
+                del self._here[ended]
+            if action in self._use:
+                self._here[action] = None
         return tuple(self._walked)
 
     def _makes_room(self, more: float, cell: int, now: float, late: bool) -> bool:
         """Lets micro-batches leave until so many more bytes fit, and returns whether they do. Only those leave whose
-        backward comes after the cell ``cell``, and, unless ``late``, whose copy is over by now."""
+        next use comes after the cell ``cell``, and, unless ``late``, whose copy is over by now."""
         while exceeds(self._bytes + more, self._room):
-            over = {half: self._lane.end_of(self._copy(half)) for half in self._here if self._use[half] > cell}
-            ready = [half for half, end in over.items() if end <= now * (1 + 1e-9)]
+            over = {first: self._lane.end_of(self._copy(first)) for first in self._here if self._use[first] > cell}
+            ready = [first for first, end in over.items() if end <= now * (1 + 1e-9)]
             if not over or not (ready or late):
                 return False
             leaves = max(ready, key=self._use.__getitem__) if ready else min(over, key=over.__getitem__)
             self._lane.insert(self._copy(leaves), now)
-            self._moves(Kind.O, leaves)
+            self._moves(Lane.OUT, leaves)
         return True
 
-    def _moves(self, kind: Kind, half: Half) -> None:
-        self._bytes += self._taken_by(kind, half)
-        source, target = (self._here, self._away) if kind is Kind.O else (self._away, self._here)
-        target[half] = source.pop(half)
-        self._walked.append(self._forward[half]._replace(kind=kind))
+    def _moves(self, lane: Lane, first: Action) -> None:
+        self._bytes += self._taken_by(lane, first)
+        source, target = (self._here, self._away) if lane is Lane.OUT else (self._away, self._here)
+        target[first] = source.pop(first)
+        self._walked.append(_moved(first, lane))
 
-    def _taken_by(self, kind: Kind, half: Half) -> float:
-        return self._costs.held(self._forward[half]._replace(kind=kind))
+    def _taken_by(self, lane: Lane, first: Action) -> float:
+        return self._costs.held(_moved(first, lane))
 
     def _change(self, action: Action) -> float:
-        half = _half(action)
-        return self._costs.held(action, half in self._recomputed) if half in self._use else 0.0
+        is_trained = self._plan.schedule.backward[action.stage]
+        return self._costs.held(action, _half(action) in self._recomputed) if is_trained else 0.0
 
-    def _copy(self, half: Half) -> _OutCopy:
-        forward = self._forward[half]
-        return _OutCopy(self._plan.spans[forward].end, self._scale * self._costs.copied(forward))
+    def _beside(self, action: Action) -> float:
+        return self._costs.beside(action) if self._plan.schedule.backward[action.stage] else 0.0
 
-    def _due(self, cell: int) -> list[Half]:
-        """The micro-batches whose copy back must begin before the next action, in the order of their backwards."""
+    def _copy(self, first: Action) -> _OutCopy:
+        return _OutCopy(self._plan.spans[first].end, self._scale * self._costs.copied(first))
+
+    def _due(self, cell: int) -> list[Action]:
+        """The waits whose copy back must begin before the next action, in the order of their last actions."""
         following = self._starts[min(cell + 1, len(self._starts) - 1)]
-        due: list[Half] = []
+        due: list[Action] = []
         latest = math.inf
-        for half in sorted(self._away, key=self._use.__getitem__, reverse=True):
-            latest = min(latest, self._starts[self._use[half]]) - self._copy(half).time
+        for first in sorted(self._away, key=self._use.__getitem__, reverse=True):
+            latest = min(latest, self._starts[self._use[first]]) - self._copy(first).time
             if latest < following * (1 - 1e-9):
-                due.append(half)
+                due.append(first)
         return due[::-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _OutCopy:
-    """A copy to the host: ``ready``, when it may begin, at the end of its F; and the time that it takes."""
+    """A copy to the host: ``ready``, when it may begin, at the end of its F or I; and the time that it takes."""
 
     ready: float
     time: float
 
 
 class _OutLane:
-    """The copies to the host that a walk decided on, in the order of their F's, in which the lane runs them."""
+    """The copies to the host that a walk decided on, in the order in which they may begin, and the lane runs them."""
 
     def __init__(self) -> None:
         self._copies: list[_OutCopy] = []
@@ -270,5 +281,25 @@ class _OutLane:
         return max(self._ends[index - 1] if index else 0.0, copy.ready) + copy.time
 
 
-def _half(action: Action) -> Half:
+def _half(action: Action) -> tuple[int, int]:
     return action.stage, action.microbatch
+
+
+def _uses(row: Row, after: Collection[Kind]) -> dict[Action, int]:
+    """Returns the waits in a row for a next use: the F or I after which activations wait → the index in the row of the
+    action that needs them. ``after``: the kinds whose waits are returned."""
+    first: dict[tuple[int, int], Action] = {}
+    uses: dict[Action, int] = {}
+    for cell, action in enumerate(row):
+        half = _half(action)
+        if action.kind.after is not None and half in first and not action.kind.is_optional:
+            uses[first.pop(half)] = cell
+        if action.kind in after:
+            first[half] = action
+    return uses
+
+
+def _moved(first: Action, lane: Lane) -> Action:
+    """The O or the P of the wait that begins with an action."""
+    offload, prefetch = OFFLOADS[first.kind]
+    return first._replace(kind=offload if lane is Lane.OUT else prefetch)

@@ -87,7 +87,7 @@ def _paint(stage: int | None, kind: Kind) -> str:
 
 
 def _pattern_id(stage: int | None, kind: Kind) -> str:
-    return f"fxpipe-{kind.letter}-{'any' if stage is None else stage}"
+    return f"fxpipe-{kind.name}-{'any' if stage is None else stage}"
 
 
 def _patterns(timeline: ActionTimes) -> Iterator[str]:
