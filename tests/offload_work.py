@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
@@ -54,12 +55,37 @@ class Holds(nn.Module):
         return torch.ops.offload_work.hold(self.work(x))[0]  # type: ignore[no-any-return]
 
 
+@torch.library.custom_op("offload_work::ones", mutates_args=())
+def ones(x: Tensor) -> Tensor:
+    """As many ones as a stage holds bytes of."""
+    return torch.ones(1, SIZE // 4, device=x.device)
+
+
+@ones.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(1, SIZE // 4)
+
+
+class HoldsForWeights(nn.Module):
+    """Work of a stage, and activations that the gradient of a parameter needs, and no other gradient."""
+
+    def __init__(self, work: nn.Module) -> None:
+        super().__init__()
+        self.work, self.factors = work, nn.Parameter(torch.zeros(1, SIZE // 4))
+        self.factors.data[0, 0] = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.work(x) * F.linear(torch.ops.offload_work.ones(x.detach()), self.factors)  # type: ignore[no-any-return]
+
+
 class Case(NamedTuple):
-    """A setting, and the time of a copy that its table is made for; None: without offload."""
+    """A setting, and the time of a copy that its table is made for; None: without offload. ``for_weights``: whether W
+    needs the activations."""
 
     setting: Setting
     lead: float | None
     memory: float | None = None
+    for_weights: bool = False
 
     def costs(self, copy: float) -> Costs:
         """Each stage holds as many bytes as it takes ms, so that ranks that take as long hold as much."""
@@ -70,7 +96,7 @@ class Case(NamedTuple):
         return replace(
             setting.costs(0),
             activation_bytes=tuple(1 / many for many in count),
-            deferred_bytes=(0.0,) * len(count),  # what I frees does not wait for W
+            deferred_bytes=None if self.for_weights else (0.0,) * len(count),  # what I frees does not wait for W
             copy=tuple(copy / many for many in count),
         )
 
@@ -90,7 +116,7 @@ def compiled(case: Case) -> fxpipe.ForwardBackward:
     setting = case.setting
     torch.manual_seed(0)
     model = Stages(setting.forward, setting.sources, setting.gather)
-    model.work = nn.ModuleList(map(Holds, model.work))
+    model.work = nn.ModuleList(map(HoldsForWeights if case.for_weights else Holds, model.work))
     names = [f"s{stage}" if read else f"work.{stage}" for stage, read in enumerate(setting.sources)]
     schedule: Any = setting.schedule
     if case.lead is not None:
@@ -129,7 +155,7 @@ def _step(forward_backward: fxpipe.ForwardBackward, batch: Tensor, case: Case, c
     peak = (torch.cuda.max_memory_allocated() - before) / SIZE
     simulated_gpu.costs(copy_latency=0)
     gradients = [
-        (name, parameter.grad.tolist())
+        (name, parameter.grad.flatten()[:4].tolist(), parameter.grad.sum().item())
         for name, parameter in forward_backward.named_parameters()
         if parameter.grad is not None
     ]

@@ -570,6 +570,88 @@ def on_one_rank(make: Callable[[], nn.Module], cells: str) -> list[Tensor]:
     return gradients(fxpipe.compile(graph, Topology([("pipe", 1)]), microbatches=2, schedule=table))
 
 
+class TwoLinear(nn.Module):
+    """Two stages on a rank. W of the first needs an input, and the gradients of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(F.gelu(self.up(x)))
+        return fxpipe.stage_boundary(h, name="last").square().sum()
+
+
+def in_halves(cells: str, **options: Any) -> list[Tensor]:
+    """Loss and gradients of two micro-batches of 8 rows."""
+    torch.manual_seed(0)
+    row = tuple(map(Action.parse, cells.split()))
+    table = Schedule((row,), edges=((0, 1),), placement=(0, 0), backward=(True, True), microbatches=2)
+    topology = Topology([("pipe", 1)])
+    step = fxpipe.compile(TwoLinear(), topology, microbatches=2, schedule=table, tracer="symbolic", **options)
+    loss = step(BATCH[0])
+    return [loss, *gradients_of(step.named_parameters()).values()]
+
+
+PLAIN = "0F0 1F0 0F1 1F1 1I0 1W0 0I0 1I1 1W1 0I1 0W0 0W1"
+FROM_I_TO_W = "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0O0 1I1 1W1 0I1 0O1 0P0 0W0 0P1 0W1"
+FROM_F_AS_WELL = "0F0 1F0 0O0 0F1 1F1 1I0 1W0 0P0 0I0 0O0 1I1 1W1 0I1 0P0 0W0 0W1"
+
+
+@pytest.fixture
+def overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of each tensor that leaves is overwritten at O."""
+    plain = Offloaded.release
+
+    def release(self: Offloaded) -> None:
+        away = [memory.source.untyped_storage() for memory in self._memories if memory.source is not None]
+        plain(self)
+        for storage in away:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
+
+    monkeypatch.setattr(Offloaded, "release", release)
+
+
+ROWS = 8 * WIDTH * 4  # bytes of a tensor of a micro-batch
+
+
+@pytest.mark.usefixtures("overwritten")
+@pytest.mark.parametrize(
+    ("cells", "leaves"),
+    [
+        (FROM_I_TO_W, [(3, 3, 3 * ROWS)] * 2),
+        (FROM_F_AS_WELL, [(2, 2, 2 * ROWS), (3, 3, 3 * ROWS)]),  # gelu's input and output; the batch stays
+    ],
+)
+def test_what_w_needs_leaves_after_i_and_no_bit_changes(cells: str, leaves: Any, moved: list[Left]) -> None:
+    for got, wanted in zip(in_halves(cells), in_halves(PLAIN), strict=True):
+        assert_same(got, wanted, cells)
+    assert moved == leaves
+
+
+@pytest.mark.usefixtures("overwritten")
+@pytest.mark.parametrize("cells", [FROM_I_TO_W, FROM_F_AS_WELL])
+def test_what_w_of_a_compiled_stage_needs_leaves_after_i(cells: str, moved: list[Left]) -> None:
+    options = {"stage_compiler": lambda module: module}
+    for got, wanted in zip(in_halves(cells, **options), in_halves(PLAIN, **options), strict=True):
+        assert_same(got, wanted, cells)
+    assert moved[-1].bytes >= 3 * ROWS
+
+
+def test_a_write_after_i_to_what_w_needs_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it may be on its way to the host."""
+    plain = Offloaded.leave_for_weights
+
+    def leave(self: Offloaded, deferred: Any, mark: Any) -> None:
+        seeds = list(deferred.pending)
+        plain(self, deferred, mark)
+        seeds[0].zero_()
+
+    monkeypatch.setattr(Offloaded, "leave_for_weights", leave)
+    with pytest.raises(RuntimeError, match=WRITTEN):
+        in_halves(FROM_I_TO_W)
+
+
 def test_a_forward_that_writes_activations_is_an_error_until_they_have_left() -> None:
     plain = "0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1"
     writes = partial(WritesTheLast, WIDTH, WIDTH)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import Schedule
 from fxpipe.device import HostCopies, OnHost
-from fxpipe.run.actions.actions import BackwardAction, BoundAction, Offload
+from fxpipe.run.actions.actions import BackwardAction, BoundAction, Offload, WeightsAction
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.schedule import Timeline
 from tests import simulated_gpu
@@ -29,7 +29,7 @@ HALF = (0.5,) * 8
 ROUND = tuple(stage % 4 for stage in range(8))
 
 
-def on_a_chain(schedule: str, m: int, lead: float, **more: float) -> Case:
+def on_a_chain(schedule: str, m: int, lead: float, **more: Any) -> Case:
     forward, placement = {"zb_v": (HALF, FOLDED), "interleaved_1f1b": (HALF, ROUND)}.get(
         schedule, (ALIKE, (0, 1, 2, 3))
     )
@@ -46,8 +46,10 @@ CASES = {
     "1f1b in less room": on_a_chain("1f1b", 16, 2, memory=2),
     "gpipe": on_a_chain("gpipe", 8, 1),
     "zb_h1": on_a_chain("zb_h1", 8, 1),
+    "zb_h1, for W": on_a_chain("zb_h1", 8, 1, for_weights=True),
     "interleaved": on_a_chain("interleaved_1f1b", 8, 0.5),
     "zb_v": on_a_chain("zb_v", 8, 0.5),
+    "zb_v, for W": on_a_chain("zb_v", 8, 0.5, for_weights=True),
     "two towers": towers("1f1b", 8, 1),
     "a loss of all": towers("store_all", 8, 1, gather="batch"),
 }
@@ -104,6 +106,9 @@ def assert_as_planned(case: Case, copies: Sequence[float], gpus: Gpus) -> None:
     measured: list[list[Measured]] = gpus.run(steps_of, case, copies, ranks=4, seconds=200)
     most = max(row[0].planned_peak for row in plain)
     assert max(row[0].planned_peak for row in measured) < most, "the table offloads"
+    if case.for_weights:
+        is_v = max(case.setting.forward) < 1
+        assert [row[0].planned_peak for row in measured] == ([1, 1.5, 1.5, 1.5] if is_v else [2, 3, 3, 3])
     for rank, (rows, without) in enumerate(zip(measured, plain, strict=True)):
         for copy, step, other in zip(copies, rows, without, strict=True):
             where = f"rank {rank}, copies of {copy}"
@@ -114,7 +119,7 @@ def assert_as_planned(case: Case, copies: Sequence[float], gpus: Gpus) -> None:
             assert step.gradients == other.gradients, where
 
 
-QUICK = ["zb_h1"]
+QUICK = ["zb_h1", "zb_h1, for W"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in QUICK)) for name in CASES])
@@ -174,6 +179,18 @@ def test_all_that_autograd_has_saved_is_free_after_o(halves: bool, gpus: Gpus) -
     assert behind["0P0"] - behind["1W0" if halves else "1B0"] == behind["0F0"] - behind["0O0"]
 
 
+def test_all_that_w_needs_is_free_after_o(gpus: Gpus) -> None:
+    """As free as after W, but for the output of the other micro-batch."""
+    first, last = "0F0 1F0 0F1 1F1 1I0 1W0 0I0", "1I1 1W1 0I1 0W1"
+    (behind,), (plain,) = (gpus.run(bytes_behind, f"{first} {amid} {last}", ranks=1) for amid in ("0O0 0P0 0W0", "0W0"))
+    small = 1 << 17
+    assert behind["0I0"] == plain["0I0"]
+    assert behind["0I0"] - behind["0O0"] > 4 << 20  # the inputs of three linear layers, and their gradients
+    assert abs(behind["0O0"] - plain["0W0"]) < small
+    assert behind["0P0"] - behind["0O0"] == behind["0I0"] - behind["0O0"]
+    assert behind["0W0"] == plain["0W0"]
+
+
 def waits_for_nothing(action: type[BoundAction]) -> Any:
     """An action does not let the rank's stream wait for copies."""
     return mock.patch.object(action, "await_copies")
@@ -195,14 +212,17 @@ ORDERINGS = {
     "none": contextlib.nullcontext,
     "O waits for the copy": partial(waits_for_nothing, Offload),
     "B waits for the copy": partial(waits_for_nothing, BackwardAction),
+    "W waits for the copy": partial(waits_for_nothing, WeightsAction),
     "a copy to the host waits for F": partial(begins_at_once, "out"),
     "a copy to the device waits for its memory": partial(begins_at_once, "back"),
 }
+WHOLE = "0F0 0O0 1F0 0F1 0O1 1F1 1B0 0P0 0B0 1B1 0P1 0B1"
+HALVES = "0F0 1F0 0F1 1F1 1I0 1W0 0I0 0O0 1I1 1W1 0I1 0P0 0W0 0O1 0P1 0W1"
 
 
-def faults_without(ordering: str) -> list[str]:
+def faults_without(ordering: str, cells: str) -> list[str]:
     """The kinds of faults that the device reports in three steps without an ordering."""
-    forward_backward, batch = on_one_rank("0F0 0O0 1F0 0F1 0O1 1F1 1B0 0P0 0B0 1B1 0P1 0B1")
+    forward_backward, batch = on_one_rank(cells)
     with ORDERINGS[ordering](), simulated_gpu.watched() as reports:
         for _ in range(3):
             forward_backward(batch)
@@ -210,9 +230,12 @@ def faults_without(ordering: str) -> list[str]:
     return sorted({report.kind for report in simulated_gpu.faults(reports)})
 
 
-@pytest.mark.parametrize("ordering", ORDERINGS)
-def test_the_device_notices_an_ordering_that_is_missing(ordering: str, gpus: Gpus) -> None:
-    (found,) = gpus.run(faults_without, ordering, ranks=1)
+@pytest.mark.parametrize(
+    ("ordering", "cells"),
+    [(each, WHOLE) for each in ORDERINGS if each[0] != "W"] + [(each, HALVES) for each in ORDERINGS if each[0] != "B"],
+)
+def test_the_device_notices_an_ordering_that_is_missing(ordering: str, cells: str, gpus: Gpus) -> None:
+    (found,) = gpus.run(faults_without, ordering, cells, ranks=1)
     print(ordering, found)
     assert bool(found) == (ordering != "none")
 

@@ -108,6 +108,16 @@ def test_zero_and_replicas_change_no_bit(name: str, zero: int, axes: Any, family
         assert_equal(vars(got), vars(wanted), name)
 
 
+@pytest.mark.parametrize("engine", ["local", "distributed"])
+@pytest.mark.parametrize("family", ["zb_h1", "zb_v"])
+def test_what_w_needs_leaves_and_a_chain_trains_as_plain_pytorch(family: str, engine: str, engines: Engines) -> None:
+    case = replace(CASES["chain"], ranks=2)
+    if family == "zb_v":
+        names = compiled(case).schedule.stage_names
+        case = replace(case, placement=dict(zip(names, [0, 1, 1, 0], strict=True)))
+    assert_trains(case, engines(engine), schedule=Offloading(family))
+
+
 def test_recomputed_stages_and_offloaded_stages_of_one_table() -> None:
     assert_trains(CASES["chain"], schedule=Offloading("1f1b"), recompute=["layer1", "layer3"])
 
