@@ -39,6 +39,9 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         """Returns the action that prints as ``text``; raises ScheduleError if no action prints so.
 
+        An O or a P is of the kind ``Kind.O`` or ``Kind.P``. If it is after its micro-batch's I, a table makes it
+        ``Kind.OW`` or ``Kind.PW``.
+
         >>> Action.parse("2B1") == Action(2, Kind.B, 1)
         True
         """

@@ -14,7 +14,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.dependency import Dependencies, Half, Link, groups_of
+from fxpipe.schedules.dependency import Dependencies, Link, groups_of
 from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
 from fxpipe.schedules.kinds import Kind, by_position
 from fxpipe.schedules.lower import Instruction, Lowering, lower
@@ -120,11 +120,8 @@ def _named_by_position(row: Row) -> Row:
     """The row in which each O and P after the I of its micro-batch is of the kind OW or PW, and no other one is."""
     if all(action.kind.lane is None for action in row):
         return row
-    halved: set[Half] = set()
-    cells = []
-    for action in row:
-        half = action.stage, action.microbatch
-        if action.kind is Kind.I:
-            halved.add(half)
-        cells.append(action._replace(kind=by_position(action.kind, half in halved)))
-    return tuple(cells)
+    halved_at = {(stage, microbatch): cell for cell, (stage, kind, microbatch, _) in enumerate(row) if kind is Kind.I}
+    return tuple(
+        action._replace(kind=by_position(action.kind, halved_at.get((action.stage, action.microbatch), cell) < cell))
+        for cell, action in enumerate(row)
+    )

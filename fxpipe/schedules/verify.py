@@ -90,7 +90,9 @@ def check_cells(schedule: ActionTable) -> Seen:
 
 
 def _bits() -> dict[Kind, int]:
-    return {kind: 1 << number for number, kind in enumerate(KINDS.values())}
+    """Kind → its bit, in the order of a row, so that a list of cells tells the two pairs of O and P apart."""
+    order = (Kind.F, Kind.R, Kind.B, Kind.O, Kind.P, Kind.I, Kind.OW, Kind.PW, Kind.W)
+    return {kind: 1 << number for number, kind in enumerate(dict.fromkeys((*order, *KINDS.values())))}
 
 
 def _check_complete(schedule: ActionTable, seen: Seen) -> None:

@@ -9,7 +9,8 @@ Each rank's row is walked once, in the time of the table without copies:
    that are away, are in time for their next uses: their backwards.
 2. Before an action that needs more bytes than the room has left, micro-batches leave (O). Of the micro-batches whose
    copy is over by then, the one whose next use comes last in the row leaves first (Belady 1966); if no copy is over,
-   the one whose copy is over first.
+   the one whose copy is over first. A micro-batch that has come back does not leave again: its P is dropped, and a
+   later one takes its place.
 
 So a micro-batch that fits the room is never copied. Where copies are slower than the row, the plan's times are too
 early, and a walk that assumes shorter copies may wait less: each of ``SCALES`` is tried, and the shortest table kept.
@@ -164,6 +165,8 @@ class _Walk:
         # Dicts for their order: where two copies end at the same time, the micro-batch that came first leaves first.
         self._here: dict[Action, None] = {}
         self._away: dict[Action, None] = {}
+        self._returned = set[Action]()
+        """The waits that have left and come back."""
         self._bytes = 0.0
         self._lane = _OutLane()
         self._walked: list[Action] = []
@@ -176,12 +179,12 @@ class _Walk:
             if ended in self._away:
                 if not self._makes_room(self._taken_by(Lane.BACK, ended), cell, now, late=True):
                     return None
-                self._moves(Lane.BACK, ended)
+                self._returns(ended)
             grows = max(self._change(action), self._beside(action), 0.0)
             for other in self._due(cell):
                 if not self._makes_room(self._taken_by(Lane.BACK, other) + grows, self._use[other], now, late=False):
                     break
-                self._moves(Lane.BACK, other)
+                self._returns(other)
             # 2. What leaves.
             if not self._makes_room(grows, cell, now, late=True):
                 return None
@@ -197,20 +200,32 @@ class _Walk:
         """Lets micro-batches leave until so many more bytes fit, and returns whether they do. Only those leave whose
         next use comes after the cell ``cell``, and, unless ``late``, whose copy is over by now."""
         while exceeds(self._bytes + more, self._room):
-            over = {first: self._lane.end_of(self._copy(first)) for first in self._here if self._use[first] > cell}
+            over = {
+                first: 0.0 if first in self._returned else self._lane.end_of(self._copy(first))
+                for first in self._here
+                if self._use[first] > cell
+            }
             ready = [first for first, end in over.items() if end <= now * (1 + 1e-9)]
             if not over or not (ready or late):
                 return False
             leaves = max(ready, key=self._use.__getitem__) if ready else min(over, key=over.__getitem__)
-            self._lane.insert(self._copy(leaves), now)
+            if leaves in self._returned:
+                self._walked.remove(_moved(leaves, Lane.BACK))
+            else:
+                self._lane.insert(self._copy(leaves), now)
+                self._walked.append(_moved(leaves, Lane.OUT))
             self._moves(Lane.OUT, leaves)
         return True
+
+    def _returns(self, first: Action) -> None:
+        self._returned.add(first)
+        self._walked.append(_moved(first, Lane.BACK))
+        self._moves(Lane.BACK, first)
 
     def _moves(self, lane: Lane, first: Action) -> None:
         self._bytes += self._taken_by(lane, first)
         source, target = (self._here, self._away) if lane is Lane.OUT else (self._away, self._here)
         target[first] = source.pop(first)
-        self._walked.append(_moved(first, lane))
 
     def _taken_by(self, lane: Lane, first: Action) -> float:
         return self._costs.held(_moved(first, lane))
