@@ -202,7 +202,7 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
         lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
     if work is not None and plans.options.offload is not False:
         there = (f"rank {rank} {_mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
-        # The longest is of all activations of a micro-batch, if they leave; what W needs may be less.
+        # The longest of each stage's copies, after F and after I.
         times_of = sorted((copy.end - copy.start, copy.action.stage) for copy in after.copies)
         copies = {stage: in_ms(time) for time, stage in times_of}
         lines.append(f"in the host's memory at their peak, MiB: {', '.join(there)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,6 +185,15 @@ def test_options_name_the_stages_that_may_leave() -> None:
     assert (offloaded(both.schedule), again(both.schedule)) == ([0], [1])
     rest = preview(offload=[names[0]], recompute=True)
     assert (offloaded(rest.schedule), again(rest.schedule)) == ([0], [1, 2])
+
+
+def test_what_w_needs_may_leave_too() -> None:
+    """No micro-batch waits between F and I on the last rank, and four wait between I and W."""
+    plan = preview(schedule="zb_h1", offload=True, hardware=replace(HARDWARE, host_link=1e13))
+    assert offloaded(plan.schedule) == [0, 1, 2, 3]
+    assert f"offloaded: {', '.join(plan.graph.names)}" in str(plan)
+    assert "rank 3 17.0 → 8.500\n" in str(plan)  # two in place of four
+    assert plan.ranks[3].host > 0
 
 
 def test_a_node_s_memory_limits_what_leaves() -> None:

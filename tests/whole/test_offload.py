@@ -84,9 +84,10 @@ def times_of_copies(timeline: Timeline, unit: float = 1) -> dict[tuple[int, str]
     }
 
 
-def test_a_timeline_has_the_copies_when_the_plan_has_them(gpus: Gpus) -> None:
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("zb_h1, for W", marks=pytest.mark.long)])
+def test_a_timeline_has_the_copies_when_the_plan_has_them(name: str, gpus: Gpus) -> None:
     """In room for one copy at a time, copies of 2 F queue up in their lane, and backwards wait for them."""
-    measured, planned = gpus.run(timelines, CASES["1f1b"], 2.0, ranks=4)[0]
+    measured, planned = gpus.run(timelines, CASES[name], 2.0, ranks=4)[0]
     assert len(planned.copies) > 8
     expected, found = times_of_copies(planned), times_of_copies(measured, 1e3)
     assert found.keys() == expected.keys()
