@@ -14,6 +14,7 @@ from fxpipe.graph.program import Program
 from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat.fakes import FakeTensorMode
 from fxpipe.trace import Request, capture
+from fxpipe.trace.export import tracer
 from fxpipe.trace.export.repeats import Repeats
 
 WIDTH = 8
@@ -75,16 +76,16 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], int]:
     """Compares a model's program with its program without repeats, and returns how many layers were not traced."""
 
     def compare(model: nn.Module, **options: object) -> int:
-        made: list[Repeats] = []
-        watched = Repeats.watched
+        made: list[Repeats | None] = []
+        export = tracer._export_once
         with monkeypatch.context() as patch:
-            patch.setattr(Repeats, "watched", lambda repeats: made.append(repeats) or watched(repeats))
+            patch.setattr(tracer, "_export_once", lambda *given: made.append([*given, None][2]) or export(*given))
             program = captured(model, **options)
         with monkeypatch.context() as patch:
             patch.setattr(Repeats, "watched", lambda repeats: contextlib.nullcontext())
             plain = captured(model, **options)
         assert facts(program) == facts(plain)
-        return made[-1].followed
+        return made[-1].followed if made[-1] else 0
 
     return compare
 
@@ -140,6 +141,7 @@ OTHERS = {
     "another attribute": ([Layer(), Layer(), with_scale(Layer(), 2.0), Layer()], 2),
     "a frozen weight": ([Layer(), Layer(), frozen(Layer()), frozen(Layer())], 2),
     "one of three has tied parameters": ([*tied([Layer(), Layer()]), Layer()], 1),
+    "two kinds in turn": ([Layer(), with_scale(Layer(), 2.0), Layer(), with_scale(Layer(), 2.0)], 2),
     "a double weight": ([Layer(), Layer(), Layer().to(torch.float32), Layer().eval()], 2),
 }
 
@@ -222,6 +224,13 @@ class Casts(Layer):
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         weight = self.up.weight.to(x.dtype).contiguous()
         return nn.functional.linear(x, weight) @ weight * self.scale + shift
+
+
+class Sizes(Layer):
+    """The size of a tensor is a torch.Size, and no tuple."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x, shift) * x.size().numel()
 
 
 class TwoResults(Layer):
@@ -314,6 +323,7 @@ MODELS: dict[str, tuple[Callable[[list[nn.Module]], nn.Module], type[Layer], int
     "a view": (Model, View, 0),
     "changes modes": (Model, WithoutGradient, 0),
     "a weight is cast": (Model, Casts, 3),
+    "a size": (Model, Sizes, 3),
     "several results": (OfPairs, TwoResults, 2),
     "a cache": (WithCache, Caches, 2),
     "a cache that is counted": (WithCache, CountsCached, 0),

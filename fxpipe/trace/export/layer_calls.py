@@ -63,7 +63,8 @@ class LayerTensors:
 
     def described(self, value: Any) -> Description:
         """Describes a value; a new tensor in it is from outside."""
-        leaves, structure = pytree.tree_flatten(value)
+        # torch would make a tuple of a torch.Size
+        leaves, structure = pytree.tree_flatten(value, torch.Size.__instancecheck__)
         return structure, tuple(map(self._leaf, leaves))
 
     def add(self, result: Any) -> Description:

@@ -238,7 +238,7 @@ def expand(exported: torch.export.ExportedProgram) -> None:
         before = node.args
         node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), lambda used: now.get(used, used))
         if node.target is _AGAIN:
-            values, ends = records[node.args[2]].copied(node, constants)
+            values, ends = records[node.args[2]].copied(node, now, constants)
             now.update({before[0][index]: end for index, end in ends.items()})
             now.update({part: values[part.args[1]] for part in node.users})
     for node in reversed(repeats):
@@ -256,12 +256,17 @@ class _Traced:
     again: Node | None = None
     """The operator that returns the layer's tensors."""
 
-    def copied(self, repeat: Node, constants: Collection[str]) -> tuple[list[Node], dict[int, Node]]:
+    def copied(
+        self, repeat: Node, now: Mapping[Node, Node], constants: Collection[str]
+    ) -> tuple[list[Node], dict[int, Node]]:
         """Copies the layer in place of a repeat. Returns the nodes of the results, and of each tensor from outside
-        that another node computes after the layer, by number: a call such as ``x.to(x.dtype)`` returns its argument."""
+        that another node computes after the layer, by number: a call such as ``x.to(x.dtype)`` returns its argument.
+
+        ``now``: a node before the repeat → the node that computes its tensor at the repeat."""
         given, results, _ = (cast(Any, argument) for argument in repeat.args)
         if self.again is None:
             self.again = repeat
+            self.starts = {index: now.get(start, start) for index, start in self.starts.items()}
             return results, {}
         ends, copies = dict(enumerate(cast(Any, self.again.args[0]))), dict[Node, Node]()
         copies |= {self.starts.get(index, end): given[index] for index, end in ends.items()}
