@@ -289,6 +289,17 @@ class CountsCached(Caches):
         return super().forward(x, shift, cache) * len(cache.kept)
 
 
+class KeepsSome(Layer):
+    """All layers use the tensor that a layer before, or the layer itself, has kept."""
+
+    def forward(self, x: Tensor, shift: Tensor, cache: Cache | None = None) -> Tensor:
+        assert cache is not None
+        up = self.up(x)
+        if self.number != 3:
+            cache.kept[0] = up
+        return x + self.down(cache.kept[0]) + shift
+
+
 class WithCache(Model):
     def forward(self, x: Tensor) -> Tensor:
         cache = Cache()
@@ -327,6 +338,7 @@ MODELS: dict[str, tuple[Callable[[list[nn.Module]], nn.Module], type[Layer], int
     "several results": (OfPairs, TwoResults, 2),
     "a cache": (WithCache, Caches, 2),
     "a cache that is counted": (WithCache, CountsCached, 0),
+    "a tensor of another layer like it": (WithCache, KeepsSome, 0),
     "a cache that is read": (ReadsCache, Caches, 0),
     "a cache for each": (CacheEach, Caches, 0),
     "called in two grad modes": (PartlyWithoutGradient, Layer, 1),

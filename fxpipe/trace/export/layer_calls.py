@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.specs import TensorSpec
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.export import node_of
@@ -22,6 +23,7 @@ from fxpipe.torch_compat.fakes import FakeTensor
 from fxpipe.torch_compat.operators import no_function_modes
 from fxpipe.torch_compat.tensors import version_of
 from fxpipe.trace.export.decisions import ASKS
+from fxpipe.trace.fake import FakeModel, outside
 
 Description = tuple[Any, tuple[Any, ...]]
 """The structure of a value, and its leaves with a number in place of each tensor; equal for values that are alike."""
@@ -165,8 +167,8 @@ class LayerRecord:
     """What a layer's forward does. ``kinds``: of the tensors from outside; ``result``: the description of its result.
 
     ``plain``: the plain values of attributes that forward reads, by the path of a submodule and the name: layers that
-    differ in them are not compared further. ``stand_ins``: for the tensors that calls return. Any operation on a
-    stand-in fails. ``returned``: the number of a tensor that the layer makes and returns → the traced layer's tensor.
+    differ in them are not compared further. ``specs``: of the tensors that calls return. ``returned``: the number of a
+    tensor that the layer makes and returns → the traced layer's tensor.
     """
 
     number: int
@@ -174,9 +176,15 @@ class LayerRecord:
     plain: Mapping[tuple[str, str], Any]
     calls: Sequence[tuple[Any, Description, Description]]
     kinds: Sequence[Any]
-    stand_ins: Sequence[Tensor]
+    fake: FakeModel
+    specs: Sequence[TensorSpec]
     result: Description
     returned: Mapping[int, Tensor]
+
+    def stand_ins(self) -> list[Tensor]:
+        """Stand-ins for the tensors that one layer's calls return. Any operation on a stand-in fails."""
+        with outside():
+            return list(map(self.fake.leaf, self.specs))
 
 
 _NO_CALL: tuple[Any, Any, Any] = (None, None, None)
@@ -187,14 +195,14 @@ class LayerFollowing(TorchFunctionMode):
 
     def __init__(self, record: LayerRecord, tensors: LayerTensors) -> None:
         super().__init__()
-        self._record, self._tensors = record, tensors
+        self._record, self._tensors, self._stand_ins = record, tensors, record.stand_ins()
         self._calls = iter(record.calls)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         called, arguments, returned = next(self._calls, _NO_CALL)
         if called != function or self._tensors.described((args, kwargs or {})) != arguments:
             raise Differs
-        result = self._tensors.filled(returned, self._record.stand_ins)
+        result = self._tensors.filled(returned, self._stand_ins)
         self._tensors.add(result)
         return result
 

@@ -32,7 +32,7 @@ from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import ambient_autocast
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat.export import traced_graph
-from fxpipe.torch_compat.fakes import FakeTensorMode
+from fxpipe.torch_compat.fakes import FakeTensor, FakeTensorMode
 from fxpipe.torch_compat.operators import OpOverload
 from fxpipe.torch_compat.tensors import storage_id, version_of
 from fxpipe.trace.export.layer_calls import (
@@ -84,9 +84,8 @@ class Repeats:
 
     def check_outside(self, values: Iterable[Any]) -> None:
         """``Differs`` for a stand-in among these values: nothing computes it."""
-        records = [record for records in self._records.values() for record in records or ()]
-        stand_ins = {id(tensor) for record in records for tensor in record.stand_ins}
-        if not stand_ins.isdisjoint(map(id, values)):
+        modes = {id(record.fake.mode) for records in self._records.values() for record in records or ()}
+        if any(isinstance(value, FakeTensor) and id(value.fake_mode) in modes for value in values):
             raise Differs
 
     def _call(self, key: Key, inner: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -169,8 +168,7 @@ class _LayerCall:
             are_written = self.tensors.versions != list(map(version_of, self.tensors.outside))
             if are_written or not _behave_like_copies(list(returned.values()), self.tensors.outside):
                 return result, None
-            fake = FakeModel(FakeTensorMode(), device)
-            stand_ins = [fake.leaf(TensorSpec.from_tensor(tensor)) for tensor in made]
+            specs = list(map(TensorSpec.from_tensor, made))
         for node in nodes:
             if node.op == "call_function":  # copies share the constants
                 node.meta[_RECORD] = number
@@ -179,9 +177,8 @@ class _LayerCall:
                 used.meta.setdefault(_OUTSIDE, []).append((number, index))
         paths = {id(vars(part)): path for path, part in self.layer.named_modules()}
         plain = _plain(self.layer, [(paths[owner], name) for owner, name in read if owner in paths])
-        record = LayerRecord(
-            number, self.name, plain, recording.calls, list(self.tensors.kinds), stand_ins, described, returned
-        )
+        fake, kinds = FakeModel(FakeTensorMode(), device), list(self.tensors.kinds)
+        record = LayerRecord(number, self.name, plain, recording.calls, kinds, fake, specs, described, returned)
         return self._result(record), record
 
     def _result(self, record: LayerRecord) -> Any:
