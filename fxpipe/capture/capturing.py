@@ -38,9 +38,9 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.question import Unanswered
 from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
+from fxpipe.patches import replaced
 from fxpipe.progress import progress
 from fxpipe.search.node_costs import CostUnknown
-from fxpipe.snapshots.snapshot import remembered
 from fxpipe.specs import ObjectValue
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.stage.own_generators import own_generators
@@ -128,7 +128,7 @@ class Capturing:
         with (
             progress(f"capturing {type(source.model).__name__}"),
             ignored(source.balancing.finds_cuts),
-            remembered(captures.reads.memos),
+            replaced(captures.reads.memos),
             noting() as noted,
         ):
             examined, request, added = capture_in_part(

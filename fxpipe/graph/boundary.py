@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from fxpipe.errors import TraceError
+from fxpipe.patches import replaced
 from fxpipe.validation import is_whole, shown
 
 T = TypeVar("T")
@@ -113,14 +114,9 @@ def checked_gather(fact: str, mode: Any, group: Any) -> Gather | None:
     return None if mode is None else Gather("global" if mode == "global" else "batch", group)
 
 
-@contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
+def recording(recorder: Recorder) -> AbstractContextManager[None]:
     """While the context is open, ``recorder(value, name, gather)`` gets the boundaries that this thread reaches."""
-    before, _here.recorder = _here.recorder, recorder
-    try:
-        yield
-    finally:
-        _here.recorder = before
+    return replaced([(_here, "recorder", recorder)])
 
 
 class running:  # a context manager; as a class, for it is around each call of a stage
@@ -138,14 +134,9 @@ class running:  # a context manager; as a class, for it is around each call of a
         _here.stage = self._before
 
 
-@contextlib.contextmanager
-def ignored(on: bool = True) -> Iterator[None]:
+def ignored(on: bool = True) -> AbstractContextManager[None]:
     """While the context is open, boundaries mark nothing: a search decides where to cut."""
-    before, _here.ignored = _here.ignored, on
-    try:
-        yield
-    finally:
-        _here.ignored = before
+    return replaced([(_here, "ignored", on)])
 
 
 def boundary(

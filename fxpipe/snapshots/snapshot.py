@@ -233,18 +233,6 @@ class Numbers(NamedTuple):
             tensor.data.copy_(self.copy)
 
 
-@contextlib.contextmanager
-def remembered(memos: Iterable[Memo]) -> Iterator[None]:
-    """While this context is open, the memos are set, as the first forward sets them."""
-    memos = tuple(memos)
-    for table, name, value in memos:
-        table[name] = value
-    try:
-        yield
-    finally:
-        forget(memos)
-
-
 def forget(memos: Iterable[Memo]) -> None:
     """Sets the memos to None, as they were before the first forward."""
     for table, name, _ in memos:

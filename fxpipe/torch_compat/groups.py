@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fxpipe.patches import replaced
 from fxpipe.torch_compat.operators import schema_of
 
 default_store: Callable[[], dist.distributed_c10d.Store] = dist.distributed_c10d._get_default_store
@@ -56,13 +57,10 @@ def group_of_members(ranks: Sequence[int], name: str, **options: Any) -> dist.Pr
     """
     home: Any = dist.distributed_c10d
     # While new_group runs, torch takes the name and the source of a split from these functions.
-    own = home._process_group_name, home._get_split_source
-    home._process_group_name, home._get_split_source = lambda *args, **kwargs: name, lambda group: None
-    try:
+    named, split = (home, "_process_group_name", lambda *_, **__: name), (home, "_get_split_source", lambda _: None)
+    with replaced([named, split]):
         created: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, **options)
         return created
-    finally:
-        home._process_group_name, home._get_split_source = own
 
 
 @contextlib.contextmanager

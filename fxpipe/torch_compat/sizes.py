@@ -15,6 +15,8 @@ from torch.fx.experimental import _config as fx_config
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # forward branches on a value in export
 
+from fxpipe.patches import replaced
+
 SIZE_DECISIONS = symbolic_shapes.ShapeEnv, "evaluate_expr"
 """The class and the name of the method that evaluates a condition on a symbolic size and records a guard. Instances
 have ``guards`` and ``replacements``, symbol → expression."""
@@ -83,9 +85,5 @@ def sizes_like_any() -> Iterator[None]:
         return make(prefix, number, **assumptions, **({"nonnegative": True} if is_size else {}))
 
     # torch looks up this function by its name in the module, at each call.
-    home.make_symbol = symbol
-    try:
-        with fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-            yield
-    finally:
-        home.make_symbol = make
+    with replaced([(home, "make_symbol", symbol)]), fx_config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        yield

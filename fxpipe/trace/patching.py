@@ -11,8 +11,7 @@ The file has three parts:
 3. Calls: ``handled`` gives each call of a module's method to a handler.
 
 ``replaced`` in ``fxpipe.patches`` makes and undoes every replacement of these parts, and of the tracers. Tracers
-replace nothing in another way, except for ``sizes_like_any`` of torch_compat. examples/tracing_replaces.md gives the
-reasons:
+replace nothing in another way. examples/tracing_replaces.md gives the reasons:
 
 - All tracers: ``__setattr__`` and ``__getattribute__`` of nn.Module, ``Function.apply``, the generator of checkpoints,
   ``__call__`` and opaque methods of the model's classes, ``__getattribute__`` of classes with attributes that regions
@@ -22,7 +21,7 @@ reasons:
 - ``export`` refuses inference mode, reentrant checkpoints, ``autograd.grad``, ``backward``, hooks on tensors,
   ``fork_rng``, and parameters from outside of the model.
 - ``export`` also sees ``register_buffer``, ``Tensor.data``, numbers and truth values of symbols, ``len`` in users'
-  modules, and decisions on sizes. It leaves out two passes for modes.
+  modules, and how torch makes and decides on sizes. It leaves out two passes for modes.
 - ``record`` refuses ``backward``, records autocast and ``vmap``, and leaves out checks of values.
 - ``export`` and ``record`` replace parameters and buffers, silence two loggers, and answer ``is_compiling``,
   ``is_exporting`` and ``torch._subclasses``.

@@ -67,7 +67,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Replaced:
     seen, put = Replaced(), patches._put
 
     def spy(owner: Any, name: str, value: Any) -> None:
-        if not isinstance(owner, Recorder):  # its own state: is it paused, in which submodule
+        # fxpipe's own state: is a recorder paused, in which submodule; what records boundaries
+        if not isinstance(owner, (Recorder, type(boundary._here))):
             seen.setdefault((id(owner), name), (owner, name, own(owner, name)))
         put(owner, name, value)
 

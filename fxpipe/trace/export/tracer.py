@@ -38,7 +38,7 @@ from torch.export.graph_signature import InputKind
 from fxpipe.errors import FxpipeError, RunError, TraceError
 from fxpipe.graph.boundary import Gather, recording, words
 from fxpipe.graph.program import Program
-from fxpipe.snapshots.snapshot import remembered
+from fxpipe.patches import replaced
 from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import within
 from fxpipe.stage.opaque_call import PLAIN_LEAF, TENSOR, OpaqueCall, opaque_calls
@@ -111,7 +111,7 @@ def _export(request: Request) -> Program:
     computes something else."""
     program = _export_call(request)
     if program.memos:
-        with remembered(program.memos):
+        with replaced(program.memos):
             again = _export_call(request)
         if again.memos or f"{again}" != f"{program}":
             names = ", ".join(name for _, name, _ in (*program.memos, *again.memos))
