@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx import Node
 
 from fxpipe.graph.program import Program, SizeOf, graph_module, made_by
+from fxpipe.graph.topological import reachable
 from fxpipe.passes.effects import SIZE, is_random, written
 from fxpipe.stage.loss import Counting, Sum
 from fxpipe.torch_compat import pytree
@@ -43,12 +44,9 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
     # 2. what the count depends on
     graph, built, names = fx.Graph(), dict[Node, Node](), list[str]()
     shared = frozenset[str]().union(*program.written)
-    waiting = [loss.count] if isinstance(loss.count, Node) else []
+    ends = [made_by(loss.count)] if isinstance(loss.count, Node) else []
     needed = set[Node]()
-    while waiting:
-        node = made_by(waiting.pop())
-        if node in needed:
-            continue
+    for node in reachable(ends, lambda each: () if each in built else map(made_by, each.all_input_nodes)):
         needed.add(node)
         size = SizeOf.queried_by(node) if node.target is SIZE else None
         name = str(node.target) if node.op == "placeholder" else size
@@ -62,7 +60,6 @@ def counting(program: Program, inputs: Collection[str] | None) -> Counting | Non
         constant = node.op == "get_attr" and node.target in program.constants
         if node.name in shared or not (constant or (computes and not written(program, node))):
             return Counting((), None)
-        waiting.extend(node.all_input_nodes)
     # 3. its own graph
     for node in program.nodes:
         if node in needed and node not in built:

@@ -27,6 +27,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from fxpipe.graph.topological import reachable
 from fxpipe.torch_compat.operators import OpOverload, schema_of
 
 _MASK = "output_mask"
@@ -96,13 +97,7 @@ def cut_backward(backward: fx.GraphModule, later: Collection[int]) -> Halves:
 
 def _before(ends: Iterable[Node], available: Collection[Node]) -> set[Node]:
     """Returns the nodes that the ends depend on, including the ends, without known nodes and their inputs."""
-    needed, waiting = set[Node](), [*ends]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node not in available:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
+    return set(reachable(ends, lambda node: () if node in available else node.all_input_nodes)).difference(available)
 
 
 def _taken(ends: Collection[Node], available: Collection[Node]) -> list[Node]:

@@ -29,6 +29,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from fxpipe.graph.operators import setitem
 from fxpipe.graph.program import IN_PLACE_NAMES, Program, is_boundary, is_boundary_value, made_by
 from fxpipe.graph.stage_graph import own_tensors
+from fxpipe.graph.topological import reachable
 from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import OpaqueCall
 from fxpipe.torch_compat import pytree
@@ -76,23 +77,24 @@ _CASTS = frozenset("to type_as float double half bfloat16 int long bool cpu cuda
 
 def is_number(node: Node) -> bool:
     """Whether ``node`` queries a tensor's shape, dtype or device, or computes from such values alone."""
-    waiting, seen = [node], {node}
-    while waiting:  # without recursion: a sum of many residuals is as deep as the model
-        current = waiting.pop()
-        is_getattr = current.target is getattr
-        if (
-            "is_number" in current.meta  # a placeholder for such a value
-            or (current.op == "call_method" and current.target in _NUMBER_METHODS)
-            or current.target in _SIZES
-            or (is_getattr and current.args[1] in _NUMBER_ATTRIBUTES)
-        ):
-            continue
-        computes = getattr(current.target, "__module__", None) in ("_operator", "builtins", "math")
-        if current.op != "call_function" or is_getattr or not computes or not current.all_input_nodes:
-            return False
-        waiting += [source for source in current.all_input_nodes if source not in seen]
-        seen.update(current.all_input_nodes)
-    return True
+    parts = reachable([node], lambda part: () if _is_query(part) else part.all_input_nodes)
+    return all(_is_query(part) or _computes_numbers(part) for part in parts)
+
+
+def _is_query(node: Node) -> bool:
+    """Whether ``node`` queries a tensor's shape, dtype or device."""
+    return (
+        "is_number" in node.meta  # a placeholder for such a value
+        or (node.op == "call_method" and node.target in _NUMBER_METHODS)
+        or node.target in _SIZES
+        or (node.target is getattr and node.args[1] in _NUMBER_ATTRIBUTES)
+    )
+
+
+def _computes_numbers(node: Node) -> bool:
+    """Whether ``node`` is a function of Python on operands, such as ``x + 1``, that may be numbers."""
+    is_python = getattr(node.target, "__module__", None) in ("_operator", "builtins", "math")
+    return node.op == "call_function" and node.target is not getattr and is_python and bool(node.all_input_nodes)
 
 
 def is_in_place(node: Node) -> bool:

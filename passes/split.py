@@ -373,8 +373,7 @@ class _Builder:
             self._graph.call_function(leave_modes, (self._entered,))
         self._modes, self._entered = wanted, None
         if wanted is not None:
-            regions = tuple(tuple(region) for region in wanted.autocast)  # plain tuples, which generated code can write
-            self._entered = self._graph.call_function(enter_modes, (wanted.grad, regions))
+            self._entered = self._graph.call_function(enter_modes, wanted.arguments)
 
     def _read(self, reader: Node, operand: Node) -> Node:
         """The built node for an operand: in the reader's mode, and as it is now if its memory is written."""

@@ -21,6 +21,7 @@ from torch import fx
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program
 from fxpipe.graph.question import Answer, Answers, Question, Unanswered
+from fxpipe.graph.topological import reachable
 from fxpipe.passes import alias_groups, erase_boundaries, mark_copies
 from fxpipe.specs import TensorSpec
 from fxpipe.torch_compat import pytree
@@ -137,12 +138,9 @@ def _needed(program: Program, written: Collection[frozenset[str]]) -> set[fx.Nod
     """The nodes from which a program's output is computed, and the nodes that write into them. Other work of forward,
     such as an opaque region or a batch norm's statistics, is left out."""
     nodes = {node.name: node for node in program.nodes}
-    needed: set[fx.Node] = set()
-    waiting = [program.graph.output_node()]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            groups = (group for group in written if node.name in group)
-            waiting += [*node.all_input_nodes, *(nodes[name] for group in groups for name in group)]
-    return needed
+
+    def before(node: fx.Node) -> list[fx.Node]:
+        groups = (group for group in written if node.name in group)
+        return [*node.all_input_nodes, *(nodes[name] for group in groups for name in group)]
+
+    return set(reachable([program.graph.output_node()], before))

@@ -1,10 +1,13 @@
-"""Topological order: Kahn's algorithm; of several groups that could be next, the group that begins first."""
+"""Walks over graphs: the topological order, and all that can be reached.
+
+The order is by Kahn's algorithm; of several groups that could be next, the group that begins first.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -26,3 +29,15 @@ def topological_order(first: Mapping[T, int], after: Mapping[T, Collection[T]]) 
             if not missing[target]:
                 heapq.heappush(ready, (first[target], target))
     return order
+
+
+def reachable(starts: Iterable[T], following: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yields the starts, and everything to which ``following`` leads from them, each once. ``following`` is called for
+    an item only when the caller asks for the next one. No recursion: a path may be as long as the model is deep."""
+    waiting, seen = [*starts], set[T]()
+    while waiting:
+        item = waiting.pop()
+        if item not in seen:
+            seen.add(item)
+            yield item
+            waiting += following(item)

@@ -111,6 +111,13 @@ class Snapshot:
         in autograd."""
         return (state.name for state in self._tensors.values() if version_of(state.tensor) != state.version)
 
+    def __enter__(self) -> Snapshot:
+        """A snapshot is also a context, which ends with ``restore``."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+
     def restore(self) -> None:
         """Undoes every change that ``changes`` can report, and restores random generators."""
         # 4. A stack calls all of them, the last first, and then raises what one of them raised.

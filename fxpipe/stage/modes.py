@@ -36,6 +36,11 @@ class Modes:
     autocast: tuple[Autocast, ...] = ()
     region: int = 0
 
+    @property
+    def arguments(self) -> tuple[bool | None, tuple[tuple[Any, ...], ...]]:
+        """The arguments of ``enter_modes``: plain tuples, which generated code can contain."""
+        return self.grad, tuple(map(tuple, self.autocast))
+
 
 @admitted
 @dataclass(frozen=True)

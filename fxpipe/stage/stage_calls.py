@@ -139,27 +139,24 @@ class Backward:
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)
-        try:
-            if saved.deferred is not None:
-                with saved.deferred.collecting():
-                    run_backward(roots, seeds)
-            else:
-                run_backward(roots, seeds)
-        except RuntimeError as error:
-            self._tell_of_writes(error)
-            raise
+        if saved.deferred is not None:
+            with saved.deferred.collecting():
+                self._run(run_backward, roots, seeds)
+        else:
+            self._run(run_backward, roots, seeds)
         return list(map(_gradient, saved.arrivals))
 
     def weights(self, deferred: Deferred) -> None:
         """Runs W: the gradients that a backward has deferred, if the forward ran ``in_halves``."""
-        try:
-            deferred.accumulate()
-        except RuntimeError as error:
-            self._tell_of_writes(error)
-            raise
+        self._run(deferred.accumulate)
 
-    def _tell_of_writes(self, error: RuntimeError) -> None:
-        if "modified by an inplace operation" in str(error):
+    def _run(self, backward: Callable[..., None], *args: Any) -> None:
+        """Runs ``backward(*args)``; RunError, which names the stage, if a tensor that it needs was written."""
+        try:
+            backward(*args)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
             raise RunError(
                 f"the backward of stage {self.name} needs a tensor that was written in place since its forward, as "
                 "a buffer of a submodule is by the forward of the next micro-batch; write it out of place "

@@ -165,13 +165,10 @@ class CaptureGuard:
     @contextlib.contextmanager
     def preserving(self) -> Iterator[None]:
         """A context around the whole capture."""
-        self.snapshots = {root: Snapshot(root) for root in self.roots}
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.random.rewind)
+            self.snapshots = {root: stack.enter_context(Snapshot(root)) for root in self.roots}
             yield
-        finally:
-            for snapshot in self.snapshots.values():
-                snapshot.restore()
-            self.random.rewind()
 
     @contextlib.contextmanager
     def forward(self, patches: list[Replacement]) -> Iterator[None]:

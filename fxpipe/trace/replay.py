@@ -65,12 +65,8 @@ def same_draws(devices: Sequence[torch.device], own: Generators) -> Iterator[Non
         draws.count()
         start.restore()
 
-    hook = register_module_forward_pre_hook(begin)
-    try:
-        with draws:
-            yield
-    finally:
-        hook.remove()
+    with register_module_forward_pre_hook(begin), draws:
+        yield
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ from fxpipe.graph.program import Program, Shapes, is_assertion
 from fxpipe.seeds import random_apart
 from fxpipe.snapshots.snapshot import Snapshot
 from fxpipe.specs import TensorSpec
-from fxpipe.stage.modes import Autocast, enter_modes, leave_modes, modes_restored, within
+from fxpipe.stage.modes import Autocast, enter_modes, modes_restored, within
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import uncompiled
 from fxpipe.trace.fake import FakeModel, fake_model
@@ -34,12 +34,8 @@ def left_as_it_is(program: Program) -> Iterator[None]:
     """Restores the Python attributes of submodules (counters, caches, lists) at exit, and the states of Python's,
     NumPy's and the model's own random generators."""
     # Forward computes with fake tensors, so the model's tensors are safe; its Python objects are not.
-    snapshot = Snapshot(program.module)
-    with random_apart(program.generators), uncompiled():
-        try:
-            yield
-        finally:
-            snapshot.restore()
+    with Snapshot(program.module), random_apart(program.generators), uncompiled():
+        yield
 
 
 def faked(value: Any, fake: FakeModel) -> Any:
@@ -71,14 +67,10 @@ def call_node(program: Program, node: Node, values: Mapping[Node, Any]) -> Any:
 def modes_of(node: Node) -> Iterator[None]:
     """A context in the grad mode and autocast in which forward ran the node."""
     modes = node.meta.get("modes")
-    if modes is None:
+    with modes_restored():
+        if modes is not None:
+            enter_modes(*modes.arguments)
         yield
-        return
-    entered = enter_modes(modes.grad, modes.autocast)
-    try:
-        yield
-    finally:
-        leave_modes(entered)
 
 
 def shapes_of(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.device import with_shared_names
+from fxpipe.graph.topological import reachable
 from fxpipe.torch_compat.export import get_proxy_mode, node_of
 from fxpipe.torch_compat.operators import no_dispatch_modes, no_function_modes, schema_of
 
@@ -20,14 +21,10 @@ def is_constant(value: Any) -> bool:
     """Whether a value in torch.export depends on no inputs, parameters or random numbers, and so is always the same."""
     last = node_of(value)
     # Walks back through the nodes that the value is computed from, until a node may change.
-    waiting, seen = [] if last is None else [last], set()
-    while waiting:
-        node = waiting.pop()
+    for node in () if last is None else reachable([last], lambda each: each.all_input_nodes):
         tags = getattr(node.target, "tags", ())
         if node.op in ("placeholder", "get_attr") or torch.Tag.nondeterministic_seeded in tags:
             return False
-        seen.add(node)
-        waiting += [before for before in node.all_input_nodes if before not in seen]
     return last is not None
 
 

@@ -32,6 +32,7 @@ from fxpipe.errors import RunError, TopologyError, TraceError
 from fxpipe.graph.boundary import recording
 from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import all_tensors, first_names, own_tensors
+from fxpipe.patches import replaced
 from fxpipe.seeds import RandomState
 from fxpipe.snapshots.snapshot import Snapshot, State, storage_of
 from fxpipe.specs import TensorSpec
@@ -147,20 +148,14 @@ class _Observer:
         self.called.add(region.name)
         if self._inside is not None:
             return inner(*args, **kwargs)
-        self._inside = region
         # 2. a snapshot finds changed attributes; versions, and the operators that ran, find changed tensors
         before, tensors = Snapshot(self._module), all_tensors(self._module)
         states = {name: _state_of(tensor) for name, tensor in tensors.items()}
         given, random = _versions(args, kwargs), RandomState(own=self._generators)
         called: list[nn.Module] = []
-        hook = register_module_forward_pre_hook(lambda module, args: called.append(module))
-        try:
-            mode = TouchedMode()
-            with noting() as noted, mode, mode.noting() as touched:
-                result = inner(*args, **kwargs)
-        finally:
-            hook.remove()
-            self._inside = None
+        mode, watched = TouchedMode(), register_module_forward_pre_hook(lambda module, args: called.append(module))
+        with replaced([(self, "_inside", region)]), watched, noting() as noted, mode, mode.noting() as touched:
+            result = inner(*args, **kwargs)
         # a write through .data does not raise the version: TouchedMode sees the operator
         writes = [
             name

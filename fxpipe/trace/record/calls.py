@@ -47,7 +47,7 @@ from fxpipe.trace.record.emit import effects_of
 from fxpipe.trace.record.frame import Frame, PythonState
 from fxpipe.trace.record.opaque import Applied
 from fxpipe.trace.record.recorder import NeedsValues, Recorder, SetAttribute
-from fxpipe.trace.record.rehearsal import Rehearsed, rehearse
+from fxpipe.trace.record.rehearsal import Rehearsal, Rehearsed
 from fxpipe.trace.record.tape import Args, Kwargs, Touched, tensors
 from fxpipe.trace.request import Request
 from fxpipe.user_line import current_line, definition
@@ -322,7 +322,8 @@ class Calls:
         try:
             # the recorder is paused while the call runs on real numbers
             with replaced([(recorder, "paused", True)]):
-                rehearsed = rehearse(inner, args, kwargs, frame.module, self._numbers, recorder.own_generators)
+                own = recorder.own_generators
+                rehearsed = Rehearsal(inner, args, kwargs, frame.module, self._numbers, own).outcome()
         except Exception as failure:
             if not error.reads_values:
                 raise error from failure

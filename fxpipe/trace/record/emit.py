@@ -96,8 +96,7 @@ class _Writer:
         for modes, group in itertools.groupby(self.tape, lambda operation: operation.scope.modes.beside(self.around)):
             entered = None
             if modes is not None and not self.keeps_notes:
-                regions: Any = tuple(tuple(region) for region in modes.autocast)  # plain, for generated code
-                entered = self.graph.call_function(enter_modes, (modes.grad, regions))
+                entered = self.graph.call_function(enter_modes, modes.arguments)
             for operation in group:
                 self._write(operation, modes)
             if entered is not None:

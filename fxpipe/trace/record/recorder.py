@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.graph.boundary import Gather, boundary, words
 from fxpipe.graph.program import Effects
+from fxpipe.graph.topological import reachable
 from fxpipe.patches import replaced
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.snapshots.snapshot import Snapshot, storage_of
@@ -178,14 +179,14 @@ class Recorder(TorchFunctionMode):
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor depends on no input, parameter, opaque call or random number, so that it never changes."""
         own_value = self.value_if_any(tensor)
-        waiting = [own_value.maker] if own_value is not None else []
-        # walks back through the operations that computed the tensor, to the sources
-        while waiting:
-            maker = waiting.pop()
-            if isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random:
-                return False
-            waiting += [value.maker for value in maker.values]
-        return own_value is not None
+        if own_value is None:
+            return False
+        # back through the operations that computed the tensor, to the sources
+        makers = reachable([own_value.maker], lambda maker: [value.maker for value in maker.values])
+        return not any(
+            isinstance(maker, NamedSource) or maker.kind == "call_module" or maker.touched.draws_random
+            for maker in makers
+        )
 
     def _constant(self, tensor: Tensor) -> TapeValue:
         """The value of a tensor that forward uses for the first time: a real parameter or buffer, or a constant."""

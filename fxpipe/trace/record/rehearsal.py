@@ -16,7 +16,6 @@ call.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,84 +48,77 @@ class Rehearsed:
     shares: Mapping[int, int]
 
 
-def rehearse(
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    module: nn.Module | None,
-    real_of: Mapping[int, Tensor],
-    own: Generators,
-) -> Rehearsed:
-    """Runs ``function`` twice, on different made-up inputs; TraceError if the shapes of the two results differ.
+@dataclass(frozen=True)
+class Rehearsal:
+    """A call to rehearse. ``module``: the called submodule; None for an autograd function.
 
     ``real_of``: the id of a fake tensor in the model → the model's real tensor. ``own``: the model's own generators.
     """
-    inputs = tensors_in((args, kwargs))
-    with outside():
-        # 1. to 3. both runs, on copies
-        state = RandomState({tensor.device for tensor in real_of.values()}, own=own)
-        try:
-            run = functools.partial(_run, function, args, kwargs, module, real_of, own)
-            first = run(0)
-            second: Rehearsed | None = None
-            # integers may be indices, whose range is unknown. An index out of range is an error on the CPU, but may
-            # make a GPU unusable for the process: so on a GPU the integers are 0 in both runs
-            for highest in (3, 1) if all(leaf.is_cpu for leaf in inputs) else ():
-                with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
-                    second = second or run(1, highest)
-            second = second or run(1)
-        finally:
-            state.restore()
-    # 3. Shapes and dtypes must be the same for all values, as the code after the call is captured with them.
-    if first.result != second.result:
-        raise TraceError("the shape of what it returns depends on the values of its inputs")
-    shares = {**first.shares, **second.shares}
-    if shares != {**second.shares, **first.shares}:
-        raise TraceError("the values of its inputs decide which of them it returns; return a copy of it")
-    first.touched.add(second.touched)  # other values may take another branch
-    return replace(first, shares=shares)
 
+    function: Callable[..., Any]
+    args: Args
+    kwargs: Kwargs
+    module: nn.Module | None
+    real_of: Mapping[int, Tensor]
+    own: Generators
 
-def _run(
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    module: nn.Module | None,
-    real_of: Mapping[int, Tensor],
-    own: Generators,
-    seed: int,
-    highest: int = 0,
-) -> Rehearsed:
-    """One run, with the seed's made-up numbers. ``highest``: the largest made-up integer."""
-    torch.manual_seed(seed)
-    copies: dict[int, tuple[Tensor, Tensor]] = {}  # the id of a fake tensor → (the fake tensor, its copy)
+    def outcome(self) -> Rehearsed:
+        """Runs the call twice, on different made-up inputs; TraceError if the shapes of the two results differ."""
+        inputs = tensors_in((self.args, self.kwargs))
+        with outside():
+            # 1. to 3. both runs, on copies
+            state = RandomState({tensor.device for tensor in self.real_of.values()}, own=self.own)
+            try:
+                first = self._run(0)
+                second: Rehearsed | None = None
+                # integers may be indices, whose range is unknown. An index out of range is an error on the CPU, but may
+                # make a GPU unusable for the process: so on a GPU the integers are 0 in both runs
+                for highest in (3, 1) if all(leaf.is_cpu for leaf in inputs) else ():
+                    with contextlib.suppress(ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError):
+                        second = second or self._run(1, highest)
+                second = second or self._run(1)
+            finally:
+                state.restore()
+        # 3. Shapes and dtypes must be the same for all values, as the code after the call is captured with them.
+        if first.result != second.result:
+            raise TraceError("the shape of what it returns depends on the values of its inputs")
+        shares = {**first.shares, **second.shares}
+        if shares != {**second.shares, **first.shares}:
+            raise TraceError("the values of its inputs decide which of them it returns; return a copy of it")
+        first.touched.add(second.touched)  # other values may take another branch
+        return replace(first, shares=shares)
 
-    def copy_of(fake: Tensor) -> Tensor:
-        if id(fake) not in copies:
-            copies[id(fake)] = fake, _numbers(real_of.get(id(fake)), fake, seed, highest)
-        return copies[id(fake)][1]
+    def _run(self, seed: int, highest: int = 0) -> Rehearsed:
+        """One run, with the seed's made-up numbers. ``highest``: the largest made-up integer."""
+        torch.manual_seed(seed)
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # the id of a fake tensor → (the fake tensor, its copy)
 
-    inputs = list(map(copy_of, tensors_in((args, kwargs))))
-    with contextlib.nullcontext() if module is None else _copies_in(module, copy_of):
-        args, kwargs = pytree.tree_map_only(Tensor, copy_of, (args, kwargs))
-        python = None if module is None else PythonState(module, own)
-        mode = TouchedMode()
-        with mode, mode.noting() as touched:
-            result = function(*args, **kwargs)
-        if python is not None:
-            python.note(touched)
-    # 4. the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
-    fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
-    reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in (touched.reads, touched.writes))
-    arguments = {storage_of(tensor): index for index, tensor in enumerate(inputs)}
-    memory = {
-        number: storage_of(leaf) for number, leaf in enumerate(pytree.tree_leaves(result)) if isinstance(leaf, Tensor)
-    }
-    return Rehearsed(
-        pytree.tree_map(_described, result),
-        replace(touched, reads=reads, writes=writes),
-        {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
-    )
+        def copy_of(fake: Tensor) -> Tensor:
+            if id(fake) not in copies:
+                copies[id(fake)] = fake, _numbers(self.real_of.get(id(fake)), fake, seed, highest)
+            return copies[id(fake)][1]
+
+        inputs = list(map(copy_of, tensors_in((self.args, self.kwargs))))
+        with contextlib.nullcontext() if self.module is None else _copies_in(self.module, copy_of):
+            args, kwargs = pytree.tree_map_only(Tensor, copy_of, (self.args, self.kwargs))
+            python = None if self.module is None else PythonState(self.module, self.own)
+            mode = TouchedMode()
+            with mode, mode.noting() as touched:
+                result = self.function(*args, **kwargs)
+            if python is not None:
+                python.note(touched)
+        # 4. the storage of a copy → the storage of the fake tensor, by which the recorder knows the model's tensors
+        fake_of = {storage_of(copy): storage_of(fake) for fake, copy in copies.values()}
+        used = touched.reads, touched.writes
+        reads, writes = ({fake_of[copy] for copy in memory & fake_of.keys()} for memory in used)
+        arguments = {storage_of(tensor): index for index, tensor in enumerate(inputs)}
+        leaves = enumerate(pytree.tree_leaves(result))
+        memory = {number: storage_of(leaf) for number, leaf in leaves if isinstance(leaf, Tensor)}
+        return Rehearsed(
+            pytree.tree_map(_described, result),
+            replace(touched, reads=reads, writes=writes),
+            {number: arguments[storage] for number, storage in memory.items() if storage in arguments},
+        )
 
 
 def _described(leaf: Any) -> TensorSpec | None:
@@ -162,13 +154,10 @@ def _numbers(real: Tensor | None, fake: Tensor, seed: int, highest: int) -> Tens
 @contextlib.contextmanager
 def _copies_in(module: nn.Module, copy_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """While this context is open, the module holds copies of its real parameters and buffers. Restores attributes."""
-    snapshot = Snapshot(module)
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, fake in table.items():
-                if fake is not None:
-                    table[name] = copy_of(fake)  # type: ignore[assignment]
-    try:
+    with Snapshot(module):
+        for part in module.modules():
+            for table in (part._parameters, part._buffers):
+                for name, fake in table.items():
+                    if fake is not None:
+                        table[name] = copy_of(fake)  # type: ignore[assignment]
         yield
-    finally:
-        snapshot.restore()

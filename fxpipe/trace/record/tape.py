@@ -163,6 +163,8 @@ class NamedSource:
     kind: str
     name: str
     result: Any
+    values: tuple[TapeValue, ...] = ()
+    """No operation computes it from other values."""
 
 
 @dataclass(eq=False)

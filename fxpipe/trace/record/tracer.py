@@ -18,6 +18,7 @@ at most 1/32 of the bytes, so that a search can cut between submodules.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -80,26 +81,22 @@ def _capture(request: Request, plan: RunPlan) -> Program | RunPlan:
     """
     _refuse_scripted(request.module)
     real = all_tensors(request.module)
-    with fake_model(request.module, request.device, request.compute) as fake:
-        # 1. snapshots
-        untouched = [Snapshot(root) for root in request.roots]
-        try:
-            # attributes that forward sets in its first call alone stay unchanged in the second call
-            earlier: list[SetAttribute] = []
-            if plan.settled:
-                first = _RecordedRun(request, plan, fake, real, untouched)
-                first.forward()
-                earlier = first.recorder.sets
-            # 2. the recorded run
-            before = [Snapshot(root) for root in request.roots]
-            run = _RecordedRun(request, plan, fake, real, before)
-            run.forward()
-            changed = [name for snapshot in before for name in snapshot.changes()]
-            # 3. and 4. another plan, or the graph
-            return run.better_plan(changed, earlier) or run.program()
-        finally:  # 5. restore
-            for snapshot in untouched:
-                snapshot.restore()
+    with fake_model(request.module, request.device, request.compute) as fake, contextlib.ExitStack() as stack:
+        # 1. snapshots, which (5.) the stack restores
+        untouched = [stack.enter_context(Snapshot(root)) for root in request.roots]
+        # attributes that forward sets in its first call alone stay unchanged in the second call
+        earlier: list[SetAttribute] = []
+        if plan.settled:
+            first = _RecordedRun(request, plan, fake, real, untouched)
+            first.forward()
+            earlier = first.recorder.sets
+        # 2. the recorded run
+        before = [Snapshot(root) for root in request.roots]
+        run = _RecordedRun(request, plan, fake, real, before)
+        run.forward()
+        changed = [name for snapshot in before for name in snapshot.changes()]
+        # 3. and 4. another plan, or the graph
+        return run.better_plan(changed, earlier) or run.program()
 
 
 class _RecordedRun:

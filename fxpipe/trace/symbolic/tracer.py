@@ -388,7 +388,7 @@ class _SymbolicGuard(CaptureGuard):
     @contextlib.contextmanager
     def tracing(self, factories: list[Replacement]) -> Iterator[None]:
         """While this context is open, code that a symbolic capture would record wrong raises TraceError."""
-        grad_mode, self._autocast = torch.is_grad_enabled(), ambient_autocast()
+        self._autocast = ambient_autocast()
         import_dynamo()  # which the first operation under any dispatch mode would do, behind the patches
         torch.overrides.get_overridable_functions()  # torch caches these: cached patches would hold all parameters
         patches = [
@@ -400,12 +400,9 @@ class _SymbolicGuard(CaptureGuard):
             for snapshot in self.snapshots.values():
                 self._state.names = snapshot.storages() | self._state.names
             self._state.model_storages = frozenset(self._state.names)
-            try:
-                with self._state, self.forward(patches):
-                    yield
-                    self.check()
-            finally:
-                torch.set_grad_enabled(grad_mode)
+            with torch.set_grad_enabled(torch.is_grad_enabled()), self._state, self.forward(patches):
+                yield
+                self.check()
 
     def computed_with(self) -> tuple[tuple[str, Tensor, int], ...]:
         """(name, tensor, version) of each model tensor whose values the capture has used, so that they are fixed."""
