@@ -72,7 +72,6 @@ def _join_unused(flow: _Flow, result: set[Node]) -> None:
     ``result``: the units that compute a part of the model's result.
     """
     find = flow.units.find
-    position = {node: number for number, node in enumerate(flow.nodes)}
     targets: dict[Node, list[Node]] = {}
     sources: dict[Node, list[Node]] = {}
     for edge in flow.edges:
@@ -84,6 +83,6 @@ def _join_unused(flow: _Flow, result: set[Node]) -> None:
             continue
         outside = [source for source in sources.get(unit, ()) if find(source) != unit]
         if outside:
-            nearest = find(max(outside, key=position.__getitem__))
+            nearest = find(max(outside))
             sources.setdefault(nearest, []).extend(sources.pop(unit))
             flow.units.join(nearest, unit)

@@ -75,9 +75,7 @@ def partition(program: Program) -> Program:
         flow.join_cycles()
         after = flow.after(flow.units)
         order = topological_order({unit: index for index, unit in enumerate(after)}, after)
-        return follow(
-            program, program.first, flow.units, {unit: after[unit] for unit in sorted(after, key=order.__getitem__)}
-        )
+        return follow(program, program.first, flow.units, {unit: after[unit] for unit in order})
     # 1: only edges between the nodes to place count; _Flow omits inputs, parameters, boundaries and copied nodes
     find, upstream, downstream = flow.units.find, flow.boundaries(ahead=False), flow.boundaries(ahead=True)
     # 2: cut edges that bypass a boundary

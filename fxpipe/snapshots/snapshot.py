@@ -240,12 +240,6 @@ class Numbers(NamedTuple):
             tensor.data.copy_(self.copy)
 
 
-def forget(memos: Iterable[Memo]) -> None:
-    """Sets the memos to None, as they were before the first forward."""
-    for table, name, _ in memos:
-        table[name] = None
-
-
 def storage_of(tensor: Tensor) -> int:
     """The id of a tensor's storage; 0 for a tensor without a storage, such as a sparse tensor."""
     try:

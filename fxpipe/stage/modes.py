@@ -78,13 +78,18 @@ SETTINGS: Mapping[str, Callable[[], Any]] = MappingProxyType(
 """Settings of torch, other than autocast, that forward can query, by the call that queries them."""
 
 
+def autocast_now() -> tuple[Autocast, ...]:
+    """Returns the current state of autocast on each type of device."""
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
+        for device in kinds()
+    )
+
+
 def ambient_autocast() -> tuple[Autocast, ...]:
     """Returns the current state of autocast on each type of device where it is enabled."""
-    return tuple(
-        Autocast(device, True, torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled())
-        for device in kinds()
-        if torch.is_autocast_enabled(device)
-    )
+    return tuple(state for state in autocast_now() if state.enabled)
 
 
 @contextlib.contextmanager

@@ -218,14 +218,11 @@ def _begin(saved: Saved, gradients: Sequence[Any]) -> tuple[list[GradientEdge], 
     seeds: list[Tensor | None] = []
     # the last user first: if one tensor is several outputs, this is autograd's order of summation
     for output, gradient in zip(reversed(saved.roots), reversed(gradients), strict=True):
-        if gradient is None or output is None:
+        if gradient is None:
             continue
-        if not isinstance(output, list):
-            roots.append(output)
-            seeds.append(saved.seed if gradient is True else gradient)
-            continue
-        leaves = [gradient] if gradient is True else pytree.tree_leaves(gradient)
-        for root, seed in zip(output, leaves, strict=True):
+        edges_of_output = output if isinstance(output, list) else [output]
+        is_tree = isinstance(output, list) and gradient is not True
+        for root, seed in zip(edges_of_output, pytree.tree_leaves(gradient) if is_tree else [gradient], strict=True):
             if root is not None and seed is not None:
                 roots.append(root)
                 seeds.append(saved.seed if seed is True else seed)

@@ -30,11 +30,11 @@ from fxpipe.patches import replaced
 from fxpipe.seeds import Generators, RandomState
 from fxpipe.specs import cast_batch
 from fxpipe.stage.activation_checkpoints import run_reentrant
-from fxpipe.stage.modes import within
 from fxpipe.tensors.rounding import unit
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.operators import TorchDispatchMode
 from fxpipe.torch_compat.tensors import tensors_in
+from fxpipe.trace.patching import plain_modes
 from fxpipe.trace.request import Request
 
 Batch = Mapping[str, Any]
@@ -125,12 +125,10 @@ def as_in_a_step(request: Request, devices: Sequence[torch.device] | None) -> It
     checkpoint, which ``autograd.grad`` refuses, runs its function once. ``devices``: the devices whose draws all start
     from one seed; None: draws are not seeded."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(request.training))
+        # autocast is off here; the call of the model or of a stage turns on the step's autocast
+        stack.enter_context(plain_modes(grad=request.training))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(replaced([(checkpointing.CheckpointFunction, "apply", run_reentrant)]))
-        # autocast is off here; the call of the model or of a stage turns on the step's autocast
-        stack.enter_context(within([region._replace(enabled=False) for region in request.autocast]))
         if devices is not None:
             stack.enter_context(same_draws(devices, request.generators))
         yield

@@ -105,7 +105,6 @@ class Request:
     inputs: tuple[str, ...]
     fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     loss_fn: Callable[..., Any] | None = None
-    target: str = "target"
     example: Mapping[str, Any] | None = None
     cuts: Mapping[str, Cut] = field(default_factory=lambda: MappingProxyType({}))
     may_lack_cuts: bool = False
@@ -141,14 +140,10 @@ class Request:
     """Makes the context of each call of the model."""
 
     @property
-    def loss_module(self) -> nn.Module | None:
-        """The loss function, if it is a module, or the module whose method it is; else None."""
-        return loss_module(self.loss_fn)
-
-    @property
     def roots(self) -> list[nn.Module]:
         """The model, and the loss function's module if any: the modules whose state a capture must leave unchanged."""
-        return [self.module, *([] if self.loss_module is None else [self.loss_module])]
+        loss = loss_module(self.loss_fn)
+        return [self.module] if loss is None else [self.module, loss]
 
     @staticmethod
     def signature(module: nn.Module, loss_fn: Callable[..., Any] | None) -> inspect.Signature:
@@ -184,8 +179,8 @@ class Request:
         # 1. the arguments by name; the target goes to the loss function
         arguments = {**self._with_words(values), **self.fixed}
         signature = inspect.signature(self.module.forward)
-        takes_target = self.target in arguments and target_of(self.loss_fn) is not None
-        target = (arguments.pop(self.target),) if takes_target else ()
+        takes_target = "target" in arguments and target_of(self.loss_fn) is not None
+        target = (arguments.pop("target"),) if takes_target else ()
         # 2. positional arguments: forward pre-hooks see these alone; arguments after a missing argument go by name
         leading = []
         for p in signature.parameters.values():

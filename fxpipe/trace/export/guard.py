@@ -5,8 +5,8 @@ backward of an ``autograd.Function``, a hook on a gradient, an activation checkp
 
 Takes: a ``Request``. Gives: ``TracingGuard`` with two contexts.
 
-1. ``preserving`` is around the whole export. It refuses backward hooks, takes snapshots, and restores everything at the
-   end.
+1. ``preserving`` is around the whole export. It takes snapshots, and restores everything at the end. The guard has
+   refused backward hooks before.
 2. ``tracing`` is around each traced call of the model. It replaces the functions of ``_patches``. After the call it
    writes assigned buffers, and puts the old buffers and caches back.
 
@@ -16,6 +16,7 @@ It does not see values, and does not refuse branches: ``decisions`` does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from fxpipe.errors import TraceError
 from fxpipe.patches import Replacement
 from fxpipe.seeds import RandomState
-from fxpipe.snapshots.snapshot import Memo, forget, storage_of
+from fxpipe.snapshots.snapshot import Memo, storage_of
 from fxpipe.torch_compat.autograd import function_apply
 from fxpipe.torch_compat.export import PythonKeyTracer
 from fxpipe.torch_compat.modules import RECURRENT_CACHES
@@ -44,20 +45,15 @@ _CACHES = frozenset({_HOOKS_INSTALLED, *RECURRENT_CACHES})
 
 
 class TracingGuard(CaptureGuard):
-    """Watches one export: refuses code that the export would record wrong, and undoes changes to the model."""
+    """Watches one export: refuses code that the export would record wrong, and undoes changes to the model. TraceError
+    for backward hooks."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self._buffers, self._caches, self.memos = AssignedBuffers(), CallAttributes(), list[Memo]()
-        self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
-
-    @contextlib.contextmanager
-    def preserving(self) -> Iterator[None]:
-        # 1. around the export
         for root in self.roots:
             _refuse_backward_hooks(root)
-        with super().preserving():
-            yield
+        self._buffers, self._caches, self.memos = AssignedBuffers(), CallAttributes(), list[Memo]()
+        self._owned = {storage_of(parameter) for parameter in request.module.parameters()}
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -67,7 +63,8 @@ class TracingGuard(CaptureGuard):
             with self.forward(self._patches()):
                 yield
                 self.memos = [memo for snapshot in self.snapshots.values() for memo in snapshot.memos()]
-                forget(self.memos)
+                for table, name, _ in self.memos:  # as they were before the first forward
+                    table[name] = None
             self._buffers.write()
         finally:
             self._buffers.put_back()
@@ -84,7 +81,7 @@ class TracingGuard(CaptureGuard):
         """The functions that are replaced while forward runs: most of them by functions that refuse."""
         return [
             (nn.Module, "register_buffer", self._guarded_register_buffer()),
-            (torch.autograd.Function, "apply", classmethod(_guarded_apply())),
+            (torch.autograd.Function, "apply", classmethod(functools.partial(_guarded_apply, function_apply()))),
             (torch.autograd, "grad", _refuse_gradient),
             (torch.autograd, "backward", _refuse_gradient),
             (PythonKeyTracer, "create_arg", self._guarded_create_arg()),
@@ -132,18 +129,13 @@ class TracingGuard(CaptureGuard):
         return create_arg
 
 
-def _guarded_apply() -> Callable[..., Any]:
+def _guarded_apply(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     """``autograd.Function.apply``, which refuses the user's Functions and runs torch's own."""
-    original = function_apply()
-
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function.__module__.startswith("torch."):
-            return original(function, *args, **kwargs)
-        raise refuse(
-            f"torch.autograd.Function {function.__name__} is applied in forward, and its backward would be lost", KEEPS
-        )
-
-    return apply
+    if function.__module__.startswith("torch."):
+        return original(function, *args, **kwargs)
+    raise refuse(
+        f"torch.autograd.Function {function.__name__} is applied in forward, and its backward would be lost", KEEPS
+    )
 
 
 _refuse_gradient = refusing(

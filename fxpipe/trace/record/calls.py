@@ -106,7 +106,7 @@ class Calls:
 
     def _patches(self) -> Iterator[Replacement]:
         """The functions that are replaced while forward runs: see examples/tracing_replaces.md."""
-        yield torch.autograd.Function, "apply", classmethod(self._apply_of(function_apply()))
+        yield torch.autograd.Function, "apply", classmethod(functools.partial(self._applied, function_apply()))
         generator, vmap = vars(checkpointing)[CHECKPOINT_GENERATOR], vars(vmap_home)["vmap_impl"]
         yield checkpointing, CHECKPOINT_GENERATOR, functools.partial(self._non_reentrant, generator)
         yield vmap_home, "vmap_impl", functools.partial(self._vmapped, vmap)
@@ -242,32 +242,28 @@ class Calls:
 
     # functions
 
-    def _apply_of(self, apply: Call) -> Call:
+    def _applied(self, apply: Call, function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         """``autograd.Function.apply`` for a recorded run. A reentrant checkpoint's function is recorded as a
         checkpointed part; the function of backward hooks changes no value; any other Function becomes one operation."""
         recorder = self._recorder
-
-        def applied(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            if not self._is_ours():
-                return apply(function, *args, **kwargs)
-            if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
-                run, preserve_rng_state, *inputs = args
-                # as in torch: no result requires a gradient if no argument does; for other frozen parameters a model is
-                # captured anew
-                if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-                    with torch.no_grad():
-                        return run(*inputs)
-                with recorder.checkpointed(use_reentrant=True, preserve_rng_state=preserve_rng_state):
+        if not self._is_ours():
+            return apply(function, *args, **kwargs)
+        if function is checkpointing.CheckpointFunction:  # runs with gradients on, as in backward
+            run, preserve_rng_state, *inputs = args
+            # as in torch: no result requires a gradient if no argument does; for other frozen parameters a model is
+            # captured anew
+            if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+                with torch.no_grad():
                     return run(*inputs)
-            if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
-                results = apply(function, *args, **kwargs)
-                for before, after in zip(args, results, strict=True):
-                    if isinstance(before, Tensor):
-                        recorder.name(after, recorder.value_of(before))
-                return results
-            return self._apply(function, functools.partial(apply, function), args, kwargs)
-
-        return applied
+            with recorder.checkpointed(use_reentrant=True, preserve_rng_state=preserve_rng_state):
+                return run(*inputs)
+        if function is BackwardHookFunction:  # the module has backward hooks; values stay the same in forward
+            results = apply(function, *args, **kwargs)
+            for before, after in zip(args, results, strict=True):
+                if isinstance(before, Tensor):
+                    recorder.name(after, recorder.value_of(before))
+            return results
+        return self._apply(function, functools.partial(apply, function), args, kwargs)
 
     def _non_reentrant(self, generator: Call, *args: Any, **kwargs: Any) -> Iterator[None]:
         """The generator of a non-reentrant checkpoint: operations up to its end belong to one checkpointed part."""

@@ -23,10 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpipe.device import kinds
 from fxpipe.graph.program import Effects
 from fxpipe.snapshots.snapshot import storage_of
-from fxpipe.stage.modes import Autocast, Modes
+from fxpipe.stage.modes import Autocast, Modes, autocast_now
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.torch_compat.operators import TorchDispatchMode, schema_of
 from fxpipe.torch_compat.tensors import tensors_in
@@ -117,12 +116,7 @@ class ModesNow:
     @staticmethod
     def current(region: int = 0) -> ModesNow:
         """The modes of this thread now. ``region``: the number of the innermost autocast block."""
-        cache = torch.is_autocast_cache_enabled()
-        autocast = tuple(
-            Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
-            for device in kinds()
-        )
-        return ModesNow(torch.is_grad_enabled(), autocast, region)
+        return ModesNow(torch.is_grad_enabled(), autocast_now(), region)
 
     def beside(self, around: ModesNow) -> Modes | None:
         """The modes that differ from ``around``, or None if all are equal."""
