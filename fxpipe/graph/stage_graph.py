@@ -126,16 +126,16 @@ class Stage:
         return {id(tensor) for tensor in self.tensors.values()}
 
     @property
-    def input_names(self) -> list[str]:
+    def input_names(self) -> tuple[str, ...]:
         """The names of the stage's inputs: the model's names of batch inputs, and the makers' names of values."""
-        return [entry if isinstance(entry, str) else entry.value for entry in self.inputs]
+        return tuple(entry if isinstance(entry, str) else entry.value for entry in self.inputs)
 
     def __repr__(self) -> str:
         outputs = listed([*dict.fromkeys(self._output_names())])
         return f"<Stage {self.index} `{printable(self.name)}`: ({listed(self.input_names)}) -> ({outputs})>"
 
-    def _output_names(self) -> list[str]:
-        return [edge.value for edge in self.outputs] + ["result"] * self.returns_result
+    def _output_names(self) -> tuple[str, ...]:
+        return (*(edge.value for edge in self.outputs), *["result"] * self.returns_result)
 
     @cached_property
     def forward(self) -> Forward:
@@ -150,7 +150,7 @@ class Stage:
         if function is None:
             return plain
         run = lambda *inputs: self._returned(function, inputs)  # noqa: E731
-        return Forward(self.name, run, plain.names, plain.outputs, plain.code, in_halves=True)
+        return replace(plain, function=run, in_halves=True)
 
     @cached_property
     def backward(self) -> Backward:

@@ -90,6 +90,7 @@ _ANCHOR = torch.empty(0, device="cpu").requires_grad_()
 """The leaf of autograd's graph at which the backward of every input ends. The anchor never gets a gradient."""
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Forward:
     """``forward(*inputs) -> (outputs, saved)``.
 
@@ -99,25 +100,19 @@ class Forward:
     whether the backward leaves the parameters' gradients to W; the function then takes a ``Deferred`` first.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., tuple[Any, ...]],
-        names: Sequence[str],
-        outputs: Sequence[str],
-        code: str,
-        in_halves: bool = False,
-    ) -> None:
-        self.name, self.names, self.outputs, self.code = name, tuple(names), tuple(outputs), code
-        self.in_halves = in_halves
-        self._function = function
+    name: str
+    function: Callable[..., tuple[Any, ...]]
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
+    code: str
+    in_halves: bool = False
 
     def __call__(self, *inputs: Any) -> tuple[tuple[Any, ...], Saved]:
         if len(inputs) != len(self.names):
             raise TypeError(f"stage {self.name} takes {len(self.names)} inputs {self.names}, {len(inputs)} were given")
         entered, arrivals = zip(*map(_enter, inputs), strict=True) if inputs else ((), ())
         deferred = Deferred() if self.in_halves else None
-        outputs = self._function(*entered) if deferred is None else self._function(deferred, *entered)
+        outputs = self.function(*entered) if deferred is None else self.function(deferred, *entered)
         return outputs, Saved(list(arrivals), list(map(edges, outputs)), deferred)
 
     def __str__(self) -> str:
@@ -127,6 +122,7 @@ class Forward:
     __repr__ = __str__
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Backward:
     """``backward(saved, gradients) -> input gradients``; parameters accumulate into ``.grad``, or else in ``weights``.
 
@@ -134,8 +130,9 @@ class Backward:
     came back; ``True`` means the seed of a scalar loss. The result has an entry for each input.
     """
 
-    def __init__(self, name: str, names: Sequence[str], outputs: Sequence[str]) -> None:
-        self.name, self.names, self.outputs = name, tuple(names), tuple(outputs)
+    name: str
+    names: tuple[str, ...]
+    outputs: tuple[str, ...]
 
     def __call__(self, saved: Saved, gradients: Sequence[Any]) -> list[Any]:
         roots, seeds = _begin(saved, gradients)

@@ -16,6 +16,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+NEED_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""The errors of operators that need a fake tensor's values: for a branch, a size or a kernel."""
 fake_home: Any = importlib.import_module("torch._subclasses")
 """The module from which other libraries take the class ``FakeTensor``, to ask whether they are traced."""
 CAPTURE_LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")

@@ -35,15 +35,7 @@ from fxpipe.snapshots.contents import users_modules, walk
 from fxpipe.specs import ITEMS, WORD, ObjectSpec, TensorSpec
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.autograd import is_functorch
-from fxpipe.torch_compat.fakes import (
-    CAPTURE_LOGS,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from fxpipe.torch_compat.fakes import CAPTURE_LOGS, NEED_VALUES, FakeTensor, FakeTensorMode
 from fxpipe.torch_compat.operators import no_dispatch_modes, no_function_modes
 
 _META = torch.device("meta")
@@ -199,13 +191,7 @@ def outside() -> Iterator[None]:
 
 def needs_values(error: BaseException) -> bool:
     """Whether an operation on fake tensors failed as it needs their values: for a branch, a size or a kernel."""
-    kinds = (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
-    return isinstance(error, kinds) or (
+    return isinstance(error, NEED_VALUES) or (
         isinstance(error, (RuntimeError, TypeError)) and any(words in str(error) for words in _WITHOUT_NUMBERS)
     )
 

@@ -20,9 +20,9 @@ capture has computed (``computed_with``).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from operator import is_
 from types import MappingProxyType
@@ -52,18 +52,19 @@ _OWN = frozenset({"training", "_parameters", "_buffers"})
 """Attributes that a pattern includes already, or whose changes a stage follows."""
 
 
-_IGNORES_READS: ContextVar[bool] = ContextVar("_IGNORES_READS", default=False)
+class _OfThread(threading.local):
+    """The state of this thread: whether ``noting`` ignores its reads."""
+
+    ignores_reads = False
 
 
-@contextlib.contextmanager
-def ignoring_reads() -> Iterator[None]:
+_here = _OfThread()
+
+
+def ignoring_reads() -> contextlib.AbstractContextManager[None]:
     """While this context is open, ``noting`` notes nothing: model code runs for its results alone, such as an opaque
     region's code during a capture."""
-    token = _IGNORES_READS.set(True)
-    try:
-        yield
-    finally:
-        _IGNORES_READS.reset(token)
+    return replaced([(_here, "ignores_reads", True)])
 
 
 @contextlib.contextmanager
@@ -79,7 +80,7 @@ def noting() -> Iterator[set[Key]]:
 
     # Python calls nn.Module.__getattr__, which finds parameters and submodules, only after this function
     def note(module: nn.Module, name: str) -> Any:
-        if not _IGNORES_READS.get():
+        if not _here.ignores_reads:
             noted.add((id(object.__getattribute__(module, "__dict__")), name))
         return original(module, name)
 

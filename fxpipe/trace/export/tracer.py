@@ -26,7 +26,7 @@ import io
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -234,6 +234,7 @@ def _branches(line: str) -> str:
     ).rstrip()
 
 
+@dataclass(eq=False)
 class ExportedCall:
     """The call that torch.export traces: it takes the inputs' tensors, and returns the result's tensors.
 
@@ -242,28 +243,25 @@ class ExportedCall:
     times: all that is kept is from the last run.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        guard: TracingGuard,
-        repeats: Repeats | None,
-        values: Mapping[str, Any],
-        stand_ins: Mapping[tuple[str, int], list[Tensor]],
-    ) -> None:
-        self.request, self.guard, self.repeats = request, guard, repeats
-        self.values, self.stand_ins = values, stand_ins
-        self.decisions = Decisions(request.answers, request.asks_numbers)
+    request: Request
+    guard: TracingGuard
+    repeats: Repeats | None
+    values: Mapping[str, Any]
+    stand_ins: Mapping[tuple[str, int], list[Tensor]]
+
+    def __post_init__(self) -> None:
+        self.decisions = Decisions(self.request.answers, self.request.asks_numbers)
         self.question: Asked | None = None
         """The unanswered question at which forward ended, if any; the export then computes the value asked for."""
         self.boundaries, self.is_watched = 0, False
         self._given: dict[tuple[str, int], list[Tensor]] = {}
-        self.regions = Regions(request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
+        self.regions = Regions(self.request, lambda leaf: isinstance(leaf, _COMPUTED), self._keep)
         self._result: list[Any] = []
         self._spec = pytree.tree_structure(None)
         """The pytree structure of the result."""
         self._leaves = [
             (name, index, leaf)
-            for name, value in values.items()
+            for name, value in self.values.items()
             for index, leaf in enumerate(pytree.tree_leaves(value))
             if isinstance(leaf, Tensor)
         ]
