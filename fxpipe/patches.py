@@ -12,7 +12,8 @@ from typing import Any
 
 Replacement = tuple[Any, str, Any]
 """(an object or a dict, the name of an attribute or the key, the value in its place)"""
-_MISSING: Any = object()
+MISSING: Any = object()
+"""Stands for an attribute, or an entry, that does not exist."""
 
 
 @contextlib.contextmanager
@@ -30,18 +31,18 @@ def replaced(rows: Iterable[Replacement]) -> Iterator[None]:
         for owner, name, value in rows:
             # An attribute that the owner inherits is deleted afterwards, and not set to the inherited value.
             own = owner if isinstance(owner, dict) else vars(owner)
-            undo.callback(_put, owner, name, own.get(name, _MISSING))
-            _put(owner, name, value)
+            undo.callback(put, owner, name, own.get(name, MISSING))
+            put(owner, name, value)
         yield
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute or an entry, or removes it for ``_MISSING``."""
-    if isinstance(owner, dict) and value is _MISSING:
+def put(owner: Any, name: str, value: Any) -> None:
+    """Sets an attribute or an entry, or removes it for ``MISSING``."""
+    if isinstance(owner, dict) and value is MISSING:
         owner.pop(name, None)
     elif isinstance(owner, dict):
         owner[name] = value
-    elif value is _MISSING:
+    elif value is MISSING:
         delattr(owner, name)
     else:
         setattr(owner, name, value)

@@ -273,10 +273,7 @@ def _reads(captures: Captures, program: Program, request: Request, noted: set[tu
         for seen in request.seen.values()
         for path, name in seen.sets
     }
-    targets = {str(node.target) for node in program.nodes if node.op == "call_module"}
-    called = [program.module.get_submodule(target) for target in targets - program.opaque.keys()]
-    facts = program.sets, program.computed_with, program.memos
-    return captures.reads.with_capture(noted - own, request.roots, called, *facts)
+    return captures.reads.with_capture(noted - own, request.roots, program)
 
 
 def _with_objects(captures: Captures, name: str, value: Any) -> Any:

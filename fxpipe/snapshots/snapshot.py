@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.device import is_accelerator
+from fxpipe.patches import MISSING
 from fxpipe.seeds import Generators, RandomState, is_generator, set_state, state_of
 from fxpipe.snapshots.contents import Taken, alike, walk
 from fxpipe.torch_compat.tensors import storage_id, version_of
@@ -31,8 +32,6 @@ Memo = tuple[dict[str, Any], str, Any]
 """(the dict of the attributes of a module or an object, a name, a value)"""
 PLAIN_VALUE = bool, int, float, str
 """The types of a memo."""
-MISSING: Any = object()
-"""Stands for an attribute that does not exist."""
 
 
 class Snapshot:

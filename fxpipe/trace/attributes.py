@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpipe.patches import Replacement, replaced
+from fxpipe.patches import MISSING, Replacement, put, replaced
 from fxpipe.seeds import RandomState
-from fxpipe.snapshots.snapshot import MISSING, PLAIN_VALUE, Snapshot
+from fxpipe.snapshots.snapshot import PLAIN_VALUE, Snapshot
 from fxpipe.stage.activation_checkpoints import checkpoints_as
 from fxpipe.stage.opaque_call import PLAIN_LEAF
 from fxpipe.trace.export.graph_so_far import is_constant
@@ -101,9 +101,7 @@ class CallAttributes:
         new."""
         while self._before:
             (_, name), (table, before) = self._before.popitem()
-            table[name] = before
-            if before is MISSING:
-                del table[name]
+            put(table, name, before)
 
 
 class AssignedBuffers:

@@ -31,6 +31,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import RunError, TraceError
+from fxpipe.graph.program import Program
 from fxpipe.patches import replaced
 from fxpipe.snapshots.contents import alike, contents
 from fxpipe.snapshots.snapshot import Memo
@@ -52,13 +53,13 @@ _OWN = frozenset({"training", "_parameters", "_buffers"})
 """Attributes that a pattern includes already, or whose changes a stage follows."""
 
 
-class _OfThread(threading.local):
+class _NotingOfThread(threading.local):
     """The state of this thread: whether ``noting`` ignores its reads."""
 
     ignores_reads = False
 
 
-_here = _OfThread()
+_here = _NotingOfThread()
 
 
 def ignoring_reads() -> contextlib.AbstractContextManager[None]:
@@ -106,24 +107,14 @@ class Reads:
     """The number of the state in which the last check found the model."""
     glance: _Glance | None = None
 
-    def with_capture(
-        self,
-        noted: Iterable[Key],
-        roots: Iterable[nn.Module],
-        live: Iterable[nn.Module],
-        sets: Mapping[Key, str] = MappingProxyType({}),
-        computed_with: Iterable[tuple[str, Tensor, int]] = (),
-        memos: Iterable[Memo] = (),
-    ) -> Reads:
+    def with_capture(self, noted: Iterable[Key], roots: Iterable[nn.Module], program: Program) -> Reads:
         """These reads and the reads of a capture of ``roots`` in the present state.
 
         Args:
             noted: the attributes that the capture has read.
             roots: the model, and the loss function's module if any.
-            live: the submodules that stages call, which read their attributes in every step.
-            sets: attributes that forward sets before it reads them: see ``Program.sets``.
-            computed_with: tensors with whose numbers the capture has computed: see ``Program.computed_with``.
-            memos: attributes that are None until the first forward sets them: see ``Program.memos``.
+            program: the captured program: the submodules that it calls, and its ``sets``, ``computed_with`` and
+                ``memos``.
 
         Raises:
             TraceError: forward sets an attribute in some captures and reads it in others.
@@ -134,19 +125,20 @@ class Reads:
             for path, module in part.named_modules():
                 modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage runs the Python code of these submodules, which reads their attributes anew in every step.
-        parts = {id(vars(part)): part for module in live for part in module.modules()}
+        called = {str(node.target) for node in program.nodes if node.op == "call_module"} - program.opaque.keys()
+        parts = {id(vars(part)): part for path in called for part in program.module.get_submodule(path).modules()}
         wanted = [
             (owner, name)
             for owner, name in noted
-            if owner in modules and owner not in parts and (owner, name) not in sets
+            if owner in modules and owner not in parts and (owner, name) not in program.sets
             if name not in _OWN and not name.startswith("__")
         ]
         more = replace(
             self,
             modules=modules,
-            sets={**self.sets, **{key: line for key, line in sets.items() if key[0] not in parts}},
-            computed_with=(*self.computed_with, *computed_with),
-            memos=(*self.memos, *memos),
+            sets={**self.sets, **{key: line for key, line in program.sets.items() if key[0] not in parts}},
+            computed_with=(*self.computed_with, *program.computed_with),
+            memos=(*self.memos, *program.memos),
             glance=None,
         )
         carried = next((key for key in (*self.states[self.number], *wanted) if key in more.sets), None)

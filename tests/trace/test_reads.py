@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 import fxpipe
 from fxpipe.capture import auto_opaque
 from fxpipe.errors import RunError
+from fxpipe.graph.program import Program
 from fxpipe.trace.reads import MOST, Reads, noting
 from tests.harness import assert_same, current_seat, strict
 from tests.thinned import every, in_turn
@@ -344,7 +345,7 @@ def test_any_change_between_steps_that_found_none_is_another_state(what: str) ->
     model = Model()
     with noting() as noted:
         model(torch.randn(2, 3), torch.tensor([0, 1]))
-    reads = Reads().with_capture(noted, [model], []).after_compile()
+    reads = Reads().with_capture(noted, [model], Program(model, torch.fx.Graph())).after_compile()
     for _ in range(3):
         reads = reads.at_present()
         assert reads.number == 0

@@ -64,7 +64,7 @@ def own(owner: Any, name: str) -> Any:
 @pytest.fixture
 def spied(monkeypatch: pytest.MonkeyPatch) -> Replaced:
     """(id of an owner, name) → the owner, the name and the original of each thing that is replaced from now on."""
-    seen, put = Replaced(), patches._put
+    seen, put = Replaced(), patches.put
 
     def spy(owner: Any, name: str, value: Any) -> None:
         # fxpipe's own state: is a recorder paused, in which submodule; what records boundaries
@@ -72,7 +72,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Replaced:
             seen.setdefault((id(owner), name), (owner, name, own(owner, name)))
         put(owner, name, value)
 
-    monkeypatch.setattr(patches, "_put", spy)
+    monkeypatch.setattr(patches, "put", spy)
     return seen
 
 
