@@ -104,7 +104,13 @@ class Stage:
             outputs: tuple[Any, ...] = reading(function)(*inputs)
         if self.result is None:
             return outputs
-        return *outputs[:-1], pytree.tree_unflatten(outputs[-1], self.result)
+        result = outputs[-1][0] if self._is_bare else pytree.tree_unflatten(outputs[-1], self.result)
+        return *outputs[:-1], result
+
+    @cached_property
+    def _is_bare(self) -> bool:
+        """Whether the model's result is in no container; a step then needs no ``tree_unflatten``."""
+        return self.result is not None and self.result.is_leaf()
 
     @property
     def batch_inputs(self) -> tuple[str, ...]:
