@@ -273,7 +273,7 @@ def _reads(captures: Captures, program: Program, request: Request, noted: set[tu
         for seen in request.seen.values()
         for path, name in seen.sets
     }
-    return captures.reads.with_capture(noted - own, request.roots, program)
+    return captures.reads.with_capture(noted - own, request, program)
 
 
 def _with_objects(captures: Captures, name: str, value: Any) -> Any:

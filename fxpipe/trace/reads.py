@@ -13,8 +13,8 @@ model's present state. A capture is valid for one state.
 For example, after ``model.beta = 0.5`` the next call is in state 1; after ``model.beta = 1.0`` again it is in state 0,
 without a capture.
 
-It does not see globals, closures and class attributes. Writes into tensors count only for tensors with whose numbers a
-capture has computed (``computed_with``).
+Globals and closures' variables have the form of attributes (``outside``). It does not see class attributes. Writes
+into tensors count only for tensors with whose numbers a capture has computed (``computed_with``).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from fxpipe.snapshots.snapshot import Memo
 from fxpipe.stage.elsewhere import Gone
 from fxpipe.stage.with_loss import plain_model
 from fxpipe.torch_compat.tensors import version_of
+from fxpipe.trace.outside import Table, outside
+from fxpipe.trace.request import Request
 
 MOST = 16
 """The most states of a model: an attribute that changes with every step would need a capture in every step."""
@@ -93,8 +95,8 @@ def noting() -> Iterator[set[Key]]:
 class Reads:
     """The attributes that captures have read, with their values in each state that the model was captured in."""
 
-    modules: Mapping[int, tuple[str, nn.Module]] = field(default_factory=dict)
-    """The id of a module's ``__dict__`` → (the module's path, the module)."""
+    modules: Mapping[int, tuple[str, nn.Module | Table]] = field(default_factory=dict)
+    """The id of a module's ``__dict__`` → (the module's path, the module), and owner → (path, table) of variables."""
     states: tuple[Mapping[Key, Any], ...] = (MappingProxyType({}),)
     buffers: Mapping[Key, Any] = field(default_factory=dict)
     """The buffer of a name that captures of all states use; None for a name of no buffer."""
@@ -107,12 +109,12 @@ class Reads:
     """The number of the state in which the last check found the model."""
     glance: _Glance | None = None
 
-    def with_capture(self, noted: Iterable[Key], roots: Iterable[nn.Module], program: Program) -> Reads:
-        """These reads and the reads of a capture of ``roots`` in the present state.
+    def with_capture(self, noted: Iterable[Key], request: Request, program: Program) -> Reads:
+        """These reads and the reads of a capture in the present state.
 
         Args:
             noted: the attributes that the capture has read.
-            roots: the model, and the loss function's module if any.
+            request: what was captured: the model and the loss function.
             program: the captured program: the submodules that it calls, and its ``sets``, ``computed_with`` and
                 ``memos``.
 
@@ -121,7 +123,7 @@ class Reads:
         """
         # 2. a model wrapped with its loss function shares the model's __dict__: the entry must be the model
         modules = dict(self.modules)
-        for part in (part for root in roots for part in (plain_model(root), root)):
+        for part in (part for root in request.roots for part in (plain_model(root), root)):
             for path, module in part.named_modules():
                 modules.setdefault(id(vars(module)), (path or type(module).__name__, module))
         # A stage runs the Python code of these submodules, which reads their attributes anew in every step.
@@ -133,6 +135,16 @@ class Reads:
             if owner in modules and owner not in parts and (owner, name) not in program.sets
             if name not in _OWN and not name.startswith("__")
         ]
+        regions = [region.name for region in request.whole]
+        traced = [
+            (path, module)
+            for root in request.roots
+            for path, module in plain_model(root).named_modules()
+            if id(vars(module)) not in parts and not f"{path}.".startswith(tuple(f"{name}." for name in regions))
+        ]
+        for owner, path, table, name in outside(traced, request.loss_fn, regions):
+            modules.setdefault(owner, (path, table))
+            wanted.append((owner, name))
         more = replace(
             self,
             modules=modules,
@@ -266,7 +278,7 @@ class _Glance:
     runs the check. A change that it finds may not matter: then ``Reads`` compares all values.
     """
 
-    def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module]]) -> None:
+    def __init__(self, keys: Iterable[Key], modules: Mapping[int, tuple[str, nn.Module | Table]]) -> None:
         names: dict[int, tuple[Mapping[str, Any], set[str]]] = {}  # by the table's id
         for owner, name in keys:
             module = modules[owner][1]

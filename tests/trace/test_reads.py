@@ -20,6 +20,7 @@ from fxpipe.capture import auto_opaque
 from fxpipe.errors import RunError
 from fxpipe.graph.program import Program
 from fxpipe.trace.reads import MOST, Reads, noting
+from fxpipe.trace.request import Request
 from tests.harness import assert_same, current_seat, strict
 from tests.thinned import every, in_turn
 
@@ -154,6 +155,53 @@ def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, trac
         if number == 0:
             CHANGES[change](plain)
             CHANGES[change](model)
+
+
+SCALES = {"of a global": 1.0, "of a helper": [1.0]}
+SCALE = 1.0
+
+
+def helped() -> Any:
+    return SCALES["of a helper"][0]  # type: ignore[index]
+
+
+class OutsideOfIt(nn.Module):
+    """It reads a global, a global dict, and a helper function's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(fxpipe.stage_boundary(self.below(x))) * SCALE * self.factor()
+
+    def factor(self) -> Any:
+        return SCALES["of a global"] * helped()
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_globals_and_closures_count_as_in_plain_pytorch(tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = 1.0
+    helper: list[float] = [1.0]
+    monkeypatch.setitem(SCALES, "of a helper", helper)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * weight
+
+    (x, y), plain = batch(0), OutsideOfIt()
+    example = {} if tracer == "symbolic" else {"example_args": (x,), "example_kwargs": {"target": y}}
+    pipe, model = fxpipe.Topology([("pipe", 2)]), copy.deepcopy(plain)
+    forward_backward = fxpipe.compile(model, pipe, microbatches=2, loss_fn=loss_fn, tracer=tracer, **example)
+    losses = []
+    for number in range(5):
+        weight = 2.0 if number == 1 else 1.0
+        monkeypatch.setitem(globals(), "SCALE", 2.0 if number == 2 else 1.0)
+        monkeypatch.setitem(SCALES, "of a global", 3.0 if number == 3 else 1.0)
+        helper[0] = 4.0 if number == 4 else 1.0
+        losses.append(forward_backward(x, target=y))
+        wanted = sum(loss_fn(plain(part), labels) / 2 for part, labels in zip(x.chunk(2), y.chunk(2), strict=True))
+        assert_same(losses[-1], wanted, f"loss {number}")
+    assert len(set(map(float, losses))) == 5
 
 
 class Scaled(Model):
@@ -345,7 +393,7 @@ def test_any_change_between_steps_that_found_none_is_another_state(what: str) ->
     model = Model()
     with noting() as noted:
         model(torch.randn(2, 3), torch.tensor([0, 1]))
-    reads = Reads().with_capture(noted, [model], Program(model, torch.fx.Graph())).after_compile()
+    reads = Reads().with_capture(noted, Request(model, ()), Program(model, torch.fx.Graph())).after_compile()
     for _ in range(3):
         reads = reads.at_present()
         assert reads.number == 0
