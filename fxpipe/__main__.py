@@ -14,6 +14,7 @@ import inspect
 import itertools
 import os
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -245,7 +246,8 @@ def _made_by(what: str) -> tuple[Any, Any, Mapping[str, Any]]:
         raise RunError(f"there is no module {error.name!r} in {os.getcwd()} or on Python's path") from None
     make = getattr(module, function, None)
     if not callable(make):
-        raise RunError(f"{name} has no function {function!r}{nearest(function, vars(module))}")
+        functions = [other for other, value in vars(module).items() if isinstance(value, types.FunctionType)]
+        raise RunError(f"{name} has no function {function!r}{nearest(function, functions)}")
     try:
         value = make()
     except OSError as error:  # the user's error must not look like an error of an option's file
@@ -354,7 +356,10 @@ def groups(text: str) -> dict[int, int | None]:
 def axes(text: str) -> tuple[tuple[str, int], ...]:
     """``pipe=2,data=4``, outermost first."""
     parts = [part.split("=") for part in text.split(",")]
-    return tuple((name.strip(), int(size)) for name, size in parts)
+    try:
+        return tuple((name.strip(), int(size)) for name, size in parts)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} has no names and sizes; write pipe=2,data=4") from None
 
 
 # --- the parser ---

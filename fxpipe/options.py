@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast
 
 from torch import nn
 
-from fxpipe.errors import DoesNotFit, RunError
+from fxpipe.errors import DoesNotFit, RunError, nearest
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
 from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
@@ -202,7 +202,9 @@ def taking(arguments: Callable[P, Arguments]) -> Callable[[Callable[[Arguments],
             try:
                 signature.bind(*args, **options)
             except TypeError as error:
-                raise TypeError(f"{function.__name__}() {error}") from None
+                unknown = next((name for name in options if name not in signature.parameters), None)
+                known = "" if unknown is None else nearest(unknown, signature.parameters)
+                raise TypeError(f"{function.__name__}() {error}{known}") from None
             return function(arguments(*args, **options))
 
         result = function.__annotations__["return"]
@@ -230,7 +232,10 @@ _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 
 
 _KINDS: Mapping[str, Expected] = {
-    "loss_fn": Expected(callable, "a function (output, target) -> loss"),
+    "loss_fn": Expected(
+        lambda value: callable(value) and not isinstance(value, type),
+        "a function (output, target) -> loss, as nn.CrossEntropyLoss() is",
+    ),
     "microbatches": Expected(lambda value: is_whole(value) and value > 0, "a whole number of at least 1"),
     "batch_dim": Expected(
         is_batch_dim, "a dimension, or a dict input -> dimension, None, fxpipe.Packed(...) or fxpipe.Offsets()"

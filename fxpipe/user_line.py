@@ -11,6 +11,7 @@ Reading frames costs microseconds, so a tracer can ask for each node. Nothing he
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import linecache
@@ -27,11 +28,11 @@ import torch
 LINE = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+), in ', re.MULTILINE)
 """The pattern of a line in traceback form."""
 _LINE_AND_CODE = re.compile(LINE.pattern + r".*(\n(?!\s*File ).*)?", re.MULTILINE)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file belongs to the user: not to torch, not to fxpipe, and not generated."""
+    """Whether a file belongs to the user: not to torch, fxpipe or Python's contextlib, and not generated."""
     return not filename.startswith((*_LIBRARIES, "<"))
 
 

@@ -197,7 +197,7 @@ class _Flow:
             raise PartitionError(
                 f"{marker.name}{where(marker)} marks only values that depend on inputs alone, or on parameters "
                 "alone; each stage computes those for itself, so there is nothing to cut. Mark what is computed "
-                "from them"
+                "from them; the first stage needs no boundary"
             )
         self._add_arrows(marker, marked)
 

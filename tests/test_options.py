@@ -83,7 +83,10 @@ def test_a_type_checker_sees_the_parameters(tmp_path: Path) -> None:
     ("call", "told"),
     [
         (lambda: fxpipe.compile(None), "compile() missing a required argument: 'topo'"),  # type: ignore[call-arg, arg-type]
-        (lambda: fxpipe.preview(1, 2, zeroo=1), "preview() got an unexpected keyword argument 'zeroo'"),  # type: ignore[call-arg, arg-type]
+        (
+            lambda: fxpipe.preview(1, 2, zeroo=1),
+            "preview() got an unexpected keyword argument 'zeroo'; did you mean \"zero\"?",
+        ),  # type: ignore[call-arg, arg-type]
         (lambda: fxpipe.compile(1, 2, 3), "compile() too many positional arguments"),  # type: ignore[call-arg, arg-type]
     ],
 )

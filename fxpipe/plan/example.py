@@ -35,7 +35,7 @@ from fxpipe.parameters.ownership import check_no_extra_state
 from fxpipe.plan.plans import Plans
 from fxpipe.specs import ObjectValue
 from fxpipe.stage.modes import Ambient, evaluating
-from fxpipe.stage.with_loss import target_of
+from fxpipe.stage.with_loss import about_target, target_of
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace import Request
 from fxpipe.trace.checks.capture_check import Sample
@@ -99,7 +99,8 @@ class Example:
         try:
             given = with_number(bind(self.plans.signature, args, self.options.example_kwargs or {}))
         except TypeError as error:
-            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}") from None
+            hint = about_target(self.options.loss_fn, error)
+            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}{hint}") from None
         if self.plans.microbatches > 1:
             check_cut(given, self.options.batch_dim)
         return given

@@ -39,6 +39,17 @@ def target_of(loss_fn: Callable[..., Any] | None) -> inspect.Parameter | None:
     return by_place[1] if len(by_place) > 1 else None
 
 
+def about_target(loss_fn: Callable[..., Any] | None, error: TypeError) -> str:
+    """The end of a message about arguments that the model does not take: how to pass a target; "" without one.
+
+    >>> about_target(None, TypeError("got an unexpected keyword argument 'target'"))
+    '; a target needs loss_fn= of fxpipe.compile'
+    """
+    if target_of(loss_fn) is not None:
+        return "; the target is passed as target="
+    return "; a target needs loss_fn= of fxpipe.compile" if f"{error}".endswith("'target'") else ""
+
+
 class WithLoss(nn.Module):
     """Replaces a model, and is called like the model; ``loss_fn`` is an additional submodule.
 

@@ -191,7 +191,8 @@ class CaptureGuard:
         now = getattr(module, name, MISSING)
         if now is value or (isinstance(value, PLAIN_LEAF) and type(now) is type(value) and now == value):
             return True
-        raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", _RETURN_IT)
+        remedy = f"write into the buffer, as self.{name}.copy_(value) does" if name in module._buffers else _RETURN_IT
+        raise refuse(f"forward sets {path or type(module).__name__}.{name}, {ONCE}", remedy)
 
 
 _RETURN_IT = "return the value instead, keep it in a local variable, or in a buffer (register_buffer)"

@@ -48,6 +48,8 @@ TWO.sampler(iter([1]))
 # options of compile; tests/test_options.py has more
 compile(Chain(), TWO, batch_dim=7, example_args=(X, Y))
     RunError: input 'x' of shape [8, 4] has no dimension 7
+compile(Chain(), TWO, loss_fn=torch.nn.MSELoss)
+    RunError: it is a function (output, target) -> loss, as nn.CrossEntropyLoss() is
 compile(Chain(), TWO, schedule=1)
     ScheduleError: a int is no family: 1; write a name out of SCHEDULES, or a function
 compile(Chain(), TWO, placement={"layers.0": 0, "layers.1": 5})
@@ -90,6 +92,8 @@ fb()()
     RunError: missing inputs: x, y
 fb()(X, y=Y, z=Y)
     RunError: got an unexpected keyword argument 'z'
+fb()(X, Y, target=Y)
+    RunError: got an unexpected keyword argument 'target'; a target needs loss_fn= of fxpipe.compile
 fb()(X, Y[:3])
     RunError: the inputs have different numbers of rows (x: 8, y: 3)
 fb()(X[:1], Y[:1])

@@ -51,7 +51,7 @@ from fxpipe.progress import log
 from fxpipe.schedules.lower import pairs
 from fxpipe.specs import ITEMS, ObjectValue
 from fxpipe.stage.modes import Ambient
-from fxpipe.stage.with_loss import target_of
+from fxpipe.stage.with_loss import about_target, target_of
 from fxpipe.trace.checks.capture_check import Sample
 
 KINDS = 256
@@ -218,8 +218,7 @@ class Agreement:
         except RunError as error:
             return Proposal(training, split_evenly, error=str(error)), []
         except TypeError as error:
-            hint = "; the target is passed as target=" if target_of(self._options.loss_fn) is not None else ""
-            return Proposal(training, split_evenly, error=f"{error}{hint}"), []
+            return Proposal(training, split_evenly, error=f"{error}{about_target(self._options.loss_fn, error)}"), []
 
     def _answered(self, proposal: Proposal, given: Sequence[dict[str, Any]]) -> Proposal:
         """The proposal with this rank's answers to forward's questions about the inputs of each micro-batch."""
