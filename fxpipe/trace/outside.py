@@ -5,9 +5,11 @@ Takes: the model's modules that a capture has traced, and the loss function. Giv
 1. ``outside`` starts at the loss function, at forward of each module, and at the methods that forward names.
 2. The bytecode of a function names the globals that it reads. Its cells are the variables of its closure.
 3. A plain value or a container is a variable to compare. A function is one, too, and leads to what it reads itself.
+4. Of an object or a Python module, only the attributes that the bytecode names count: a script may keep its counter of
+   steps in the same object.
 
-For example, ``def forward(self, x): return x * SCALE`` leads to ``SCALE``. Functions of torch and of Python's library
-lead nowhere.
+For example, ``def forward(self, x): return x * SCALE * args.beta`` leads to ``SCALE`` and to ``beta``. Functions of
+torch and of Python's library lead nowhere.
 """
 
 from __future__ import annotations
@@ -17,15 +19,16 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from fxpipe.snapshots.contents import is_library
 
-_PLAIN = (bool, int, float, complex, str, types.FunctionType)
-_COMPARED = (*_PLAIN, dict, list, tuple, set, types.SimpleNamespace, argparse.Namespace)
+_COMPARED = (bool, int, float, complex, str, types.FunctionType, dict, list, tuple, set)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_NO_OBJECTS = (type, nn.Module, Tensor, *_COMPARED)
 
 
 class Table:
@@ -77,20 +80,36 @@ def outside(modules: Iterable[tuple[str, nn.Module]], loss_fn: Any, left_out: It
     is_method = isinstance(inner, types.MethodType)
     owner = inner.__self__ if is_method else inner
     named = _methods(owner, inner.__name__ if is_method else "__call__")
-    is_own = bool(named) and not isinstance(owner, nn.Module)  # Reads has a module's attributes already
     waiting += [inner, *named]
-    names = {name for method in named for code in _codes(method) for name in code.co_names}
-    own = Table(vars(owner) if is_own and type(owner).__dictoffset__ else {})
-    attributes = (Variable(id(vars(own)), type(owner).__name__, own, name) for name in sorted(names))
-    yield from (variable for variable in (*given, *attributes) if isinstance(variable.value, _COMPARED))
+    yield from (variable for variable in given if isinstance(variable.value, _COMPARED))
+    yield from _attributes(owner, type(owner).__name__, {name for method in named for name in _names(method)})
     for function in waiting:  # the list grows
         if not isinstance(function, types.FunctionType) or id(function) in seen or is_library(f"{function.__module__}"):
             continue
         seen.add(id(function))
+        names = _names(function)
         for variable in _read_by(function):
             waiting.append(variable.value)
             if isinstance(variable.value, _COMPARED):
                 yield variable
+            else:
+                yield from _attributes(variable.value, variable.name, names)
+
+
+def _attributes(value: Any, path: str, names: Collection[str]) -> Iterator[Variable]:
+    """Yields the attributes of these names of a user's object or Python module, and of the objects in them. ``Reads``
+    has a model's attributes already."""
+    kind = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+    own = getattr(value, "__dict__", None)
+    is_users = isinstance(value, _NAMESPACES) or not is_library(kind)
+    if not isinstance(own, dict) or isinstance(value, _NO_OBJECTS) or not is_users:
+        return
+    table = Table(own)
+    for name in sorted(own.keys() & names):
+        if isinstance(own[name], _COMPARED):
+            yield Variable(id(own), path, table, name)
+        elif own[name] is not value:
+            yield from _attributes(own[name], f"{path}.{name}", {*names} - {name})
 
 
 def _given_to(loss_fn: Any) -> tuple[list[Variable], Any]:
@@ -116,8 +135,13 @@ def _methods(
             method = method.__func__
         if isinstance(method, types.FunctionType) and f"{path}.{name}".lstrip(".") not in skipped:
             methods.append(method)
-            names += [other for code in _codes(method) for other in code.co_names if other not in names]
+            names += _names(method) - {*names}
     return methods
+
+
+def _names(function: types.FunctionType) -> set[str]:
+    """The names of globals, attributes and methods in a function's code."""
+    return {name for code in _codes(function) for name in code.co_names}
 
 
 def _codes(function: types.FunctionType) -> list[types.CodeType]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -159,6 +160,7 @@ def test_what_changes_between_steps_counts_as_in_plain_pytorch(change: str, trac
 
 SCALES = {"of a global": 1.0, "of a helper": [1.0]}
 SCALE = 1.0
+SETTINGS = types.SimpleNamespace(scale=1.0, step=0, inner=types.SimpleNamespace(scale=1.0))
 
 
 def helped() -> Any:
@@ -166,7 +168,7 @@ def helped() -> Any:
 
 
 class OutsideOfIt(nn.Module):
-    """It reads a global, a global dict, and a helper function's list."""
+    """It reads a global, a global dict, a helper function's list, and a global object's attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +178,7 @@ class OutsideOfIt(nn.Module):
         return self.above(fxpipe.stage_boundary(self.below(x))) * SCALE * self.factor()
 
     def factor(self) -> Any:
-        return SCALES["of a global"] * helped()
+        return SCALES["of a global"] * helped() * SETTINGS.scale * SETTINGS.inner.scale
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
@@ -193,7 +195,10 @@ def test_globals_and_closures_count_as_in_plain_pytorch(tracer: Any, monkeypatch
     pipe, model = fxpipe.Topology([("pipe", 2)]), copy.deepcopy(plain)
     forward_backward = fxpipe.compile(model, pipe, microbatches=2, loss_fn=loss_fn, tracer=tracer, **example)
     losses = []
-    for number in range(5):
+    for number in range(7):
+        monkeypatch.setattr(SETTINGS, "scale", 5.0 if number == 5 else 1.0)
+        monkeypatch.setattr(SETTINGS.inner, "scale", 6.0 if number == 6 else 1.0)
+        monkeypatch.setattr(SETTINGS, "step", number)  # which forward does not read
         weight = 2.0 if number == 1 else 1.0
         monkeypatch.setitem(globals(), "SCALE", 2.0 if number == 2 else 1.0)
         monkeypatch.setitem(SCALES, "of a global", 3.0 if number == 3 else 1.0)
@@ -201,7 +206,8 @@ def test_globals_and_closures_count_as_in_plain_pytorch(tracer: Any, monkeypatch
         losses.append(forward_backward(x, target=y))
         wanted = sum(loss_fn(plain(part), labels) / 2 for part, labels in zip(x.chunk(2), y.chunk(2), strict=True))
         assert_same(losses[-1], wanted, f"loss {number}")
-    assert len(set(map(float, losses))) == 5
+    assert len(set(map(float, losses))) == 7
+    assert len(forward_backward._steps.agreement.plans.captures.reads.states) == 7
 
 
 class Scaled(Model):
