@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fxpipe import graph, schedules
+from fxpipe.dealing import deal
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import (
     CheckpointError,
@@ -86,6 +87,7 @@ __all__ = [
     "bisect",
     "compare",
     "compile",
+    "deal",
     "graph",
     "init",
     "init_weights_of",

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from fxpipe.dealing import dealt
 from fxpipe.distributed.grid import BATCH
 from fxpipe.forecast.preview import Preview, RankPreview
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
@@ -27,7 +28,7 @@ from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
-from fxpipe.sharding.data_axis import block_bytes, dealt
+from fxpipe.sharding.data_axis import block_bytes
 from fxpipe.torch_compat.tensors import tensors_in
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 

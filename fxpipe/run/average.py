@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from fxpipe.dealing import dealt
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.transport import broadcast, overwrite
 from fxpipe.errors import RunError
 from fxpipe.run.forward_backward import ForwardBackward, steps_of
 from fxpipe.run.step.step import Steps
-from fxpipe.sharding.data_axis import dealt
 from fxpipe.tensors.dtensors import is_dtensor, local
 from fxpipe.validation import is_number, shown
 

@@ -9,6 +9,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from fxpipe.dealing import dealt
 from fxpipe.distributed.grid import BATCH, BATCH_AXES
 from fxpipe.distributed.topology import Topology
 from fxpipe.distributed.traffic import ALONE
@@ -209,12 +210,3 @@ def _bucket(kind: BucketKind, root: int | None, items: Sequence[Item], ranks: in
 
 def _up(count: int, step: int) -> int:
     return -(-count // step) * step
-
-
-def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that steps each whole parameter: the largest first, to the least loaded rank (Graham, 1969)."""
-    loads, owner = [0] * ranks, [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        owner[index] = loads.index(min(loads))
-        loads[owner[index]] += sizes[index]
-    return owner

@@ -319,14 +319,14 @@ class FullyShardedGradients(Gradients):
     def _ends(self, positions: Mapping[str, tuple[int, int]]) -> dict[FsdpUnit, FsdpUnit]:
         """Returns unit → the next unit of its stage that forward reads for the first time after it has read this unit
         for the last time. ``positions``: as in ``StageReads``."""
-        places: dict[FsdpUnit, list[int]] = {}
+        reads: dict[FsdpUnit, list[int]] = {}
         for name, first_and_last in positions.items():
             if name in self._home and len(self._home[name].stages) == 1:
-                places.setdefault(self._home[name], []).extend(first_and_last)
-        in_order = sorted(places, key=lambda unit: min(places[unit]))
+                reads.setdefault(self._home[name], []).extend(first_and_last)
+        in_order = sorted(reads, key=lambda unit: min(reads[unit]))
         ends = {}
         for unit in in_order:
-            later = [other for other in in_order if min(places[other]) > max(places[unit])]
+            later = [other for other in in_order if min(reads[other]) > max(reads[unit])]
             if later:
                 ends[unit] = later[0]
         return ends
@@ -373,8 +373,8 @@ class FullyShardedGradients(Gradients):
                 or tensor.is_neg()
             ):
                 return SavedTensor(tensor.detach(), saved_version(tensor))
-            place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            saved = _SavedWhole(unit, parameter, saved_version(tensor), *place)
+            layout = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            saved = _SavedWhole(unit, parameter, saved_version(tensor), *layout)
             unit.saved.add(saved)
             return saved
 

@@ -51,13 +51,13 @@ class StageReads:
 
 
 def _positions(module: fx.GraphModule, names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
-    place = {node: position for position, node in enumerate(module.graph.nodes)}
+    order = {node: position for position, node in enumerate(module.graph.nodes)}
     found: dict[str, tuple[int, int]] = {}
-    for node, first in place.items():
+    for node, first in order.items():
         if node.op not in ("get_attr", "call_module"):
             continue
         value = operator.attrgetter(node.target)(module)
-        last = first if node.op == "call_module" else max(map(place.__getitem__, node.users), default=first)
+        last = first if node.op == "call_module" else max(map(order.__getitem__, node.users), default=first)
         for parameter in value.parameters() if isinstance(value, nn.Module) else [value]:
             if name := names.get(id(parameter)):
                 earliest, latest = found.get(name, (first, last))

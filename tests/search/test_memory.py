@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe import Precision, Topology, stage_boundary
+from fxpipe.dealing import dealt
 from fxpipe.options import Options
 from fxpipe.search.memory import Account, StaticBytes
-from fxpipe.sharding.data_axis import dealt
 from tests.activations import counted as activations_counted
 from tests.counted_bytes import Counted, alive, counted
 from tests.pool import Pool
