@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Iterable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from weakref import WeakKeyDictionary
@@ -385,9 +385,20 @@ class Topology(Tabular):
         return self.rank == 0
 
     def sampler(
-        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+        self,
+        dataset: Sized,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        costs: Sequence[float] | Callable[[int], float] | None = None,
+        batch_size: int | None = None,
     ) -> DistributedSampler[Any]:
         """Returns a sampler for a ``DataLoader`` that draws the same rows on all ranks of the same replica.
+
+        With ``costs``, the samples of each global batch are dealt over the replicas, so that the replicas' batches cost
+        nearly the same. A global batch has the samples that it has without ``costs``, and each replica draws as many.
+        The draws depend on the arguments, the epoch and the number of replicas alone, so that a run can be resumed.
 
         Args:
             dataset: the dataset to draw from; must have a length.
@@ -395,9 +406,14 @@ class Topology(Tabular):
                 ``sampler.set_epoch(epoch)`` before each epoch.
             seed: the seed of the order, the same on all ranks.
             drop_last: drop rows so that all replicas draw equally many; otherwise some rows are drawn twice.
+            costs: the cost of each sample, such as its images or its tokens, the same on all ranks: a number for each
+                sample of the dataset, or a function of a sample's number. The sampler calls the function for all
+                samples of a global batch when it draws the batch.
+            batch_size: with ``costs``, the samples of a batch of one replica, as the ``DataLoader`` has it.
 
         Raises:
-            TopologyError: as for ``data_size``; or the dataset has no length.
+            TopologyError: as for ``data_size``; the dataset has no length; or ``costs`` does not have a number from 0
+                on for each sample. If ``costs`` is a function, the sampler raises the error when it draws.
         """
         from torch.utils.data import DistributedSampler
 
@@ -410,15 +426,18 @@ class Topology(Tabular):
             if not is_flag(flag):
                 raise TopologyError(f"{name} is {shown(flag)}; it is True or False")
         seed = whole(seed, "the sampler's seed")
+        if (costs is None) != (batch_size is None):
+            raise TopologyError(
+                "costs= and batch_size= of a sampler need each other, because it deals the samples of a batch: write "
+                "both, and the DataLoader's batch_size"
+            )
         self.has_sampler = True
-        return DistributedSampler(
-            dataset,  # type: ignore[arg-type]
-            num_replicas=self.data_size,
-            rank=self.data_rank,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        arguments = (self.data_size, self.data_rank, shuffle, seed, drop_last)
+        if costs is None or batch_size is None:
+            return DistributedSampler(dataset, *arguments)  # type: ignore[arg-type]
+        from fxpipe.distributed.dealt_sampler import DealtSampler
+
+        return DealtSampler(dataset, costs, positive(batch_size, "batch_size"), *arguments)
 
     def context_part(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Returns this rank's positions of a tensor that has all positions along ``dim``.
