@@ -465,7 +465,7 @@ USAGE: dict[str, Sequence[str]] = {
     "invalid edges value: '0>1'": ("show", "1f1b", "--edges", "0>1"),
     "add --csv PATH": ("show", "1f1b", *FOUR, "--communication"),
     "--microbatches is for the families": ("show", "good.csv", "-m", "4"),
-    "invalid axes value: 'pipe'": ("topology", "pipe"),
+    "'pipe' has no names and sizes; write pipe=2,data=4": ("topology", "pipe"),
     "--recompute names stage 5; they are 0 to 4": (*WORKED_EXAMPLE, "--recompute", "5"),
     "write checkpoint export PATH OUT": ("checkpoint", "export", "run"),
     "the others take PATH alone": ("checkpoint", "verify", "run", "out"),
