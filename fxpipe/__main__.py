@@ -325,9 +325,9 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
-def limits(text: str) -> int | tuple[int, ...]:
-    """``1``: the same for all; ``1,2,1``: one for each."""
-    return whole_numbers(text) if "," in text else int(text)
+def limits(text: str) -> int | tuple[int, ...] | str:
+    """``1``: the same for all; ``1,2,1``: one for each; ``2x``."""
+    return text if text == "2x" else whole_numbers(text) if "," in text else int(text)
 
 
 def costs(text: str) -> float | tuple[float, ...]:
@@ -474,7 +474,7 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     add("--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them")
     add("--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward")
     add("--offload", type=whole_numbers, metavar="S,…", help="stages whose activations may wait in the host's memory")
-    add("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches a stage may hold")
+    add("--in-flight", type=limits, metavar="N[,…]", help="the most micro-batches of a stage, or 2x: twice as many")
     add("--memory", type=costs, metavar="N[,…]", help="the most bytes a rank may hold; needs --bytes")
 
 

@@ -57,7 +57,8 @@ from fxpipe.plan.plan import Plan, PlansSoFar, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
 from fxpipe.plan.tables import choose_table
 from fxpipe.progress import log, progress
-from fxpipe.schedules import Limited
+from fxpipe.schedules import Costs, Limited, Problem
+from fxpipe.schedules.families.solve import in_numbers
 from fxpipe.schedules.lower import lower
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import prove
@@ -307,7 +308,9 @@ class Plans(PlansSoFar):
         present, new = self.first.schedule, plans.first.schedule
         before, after = (table.simulate(family.costs or 1).makespan for table in (present, new))
         costed = replace(family, costs=new.costs or family.costs)  # may add bytes from shapes
-        stays = costed.excess(present) is None and after > before * (1 - WORTH_IT)
+        placed = present.edges, present.microbatches, present.placement, present.backward
+        problem = Problem(*placed, costed.costs or Costs.of(len(present.placement)), groups=present.groups)
+        stays = in_numbers(costed, problem).excess(present) is None and after > before * (1 - WORTH_IT)
         chosen, left = ((present, before), (new, after)) if stays else ((new, after), (present, before))
         times = f"{chosen[0].name}, {in_ms(chosen[1])} ms planned, in place of {left[0].name}, {in_ms(left[1])} ms"
         log(f"fxpipe: {'kept' if stays else 'took'} {times}")

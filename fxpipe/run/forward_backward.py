@@ -38,6 +38,7 @@ from fxpipe.run.step.step import Failing, Steps
 from fxpipe.run.step.step_outcome import detached
 from fxpipe.schedules import Family, ScheduleName, with_costs
 from fxpipe.schedules.costs import Cost, Costs
+from fxpipe.schedules.families.limits import InFlight
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.seeds import seed_of
 from fxpipe.sharding.clip import clip_grad_norm_, grad_norms
@@ -431,7 +432,7 @@ class ForwardBackward:
     def reschedule(
         self,
         schedule: ScheduleName | Family = "greedy",
-        in_flight: int | Sequence[int] | None = None,
+        in_flight: InFlight | None = None,
         memory: float | Sequence[float] | None = None,
         activation_bytes: Cost | None = None,
         placement: Mapping[str, Place | Literal["all"]] | None = None,

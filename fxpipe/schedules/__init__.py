@@ -14,13 +14,14 @@ from fxpipe.graph.ranks import as_placement
 from fxpipe.no_gc import paused
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import cached, gpipe, group_interleaved, groups_behind, store_all
-from fxpipe.schedules.families.limits import Chosen, Family, Limited, ScheduleName
+from fxpipe.schedules.families.limits import Chosen, Family, InFlight, Limited, ScheduleName
 from fxpipe.schedules.families.one_f_one_b import greedy, interleaved_1f1b, one_f_one_b
 from fxpipe.schedules.families.problem import Problem
-from fxpipe.schedules.families.solve import solved
+from fxpipe.schedules.families.solve import in_numbers, solved
 from fxpipe.schedules.families.v_min import FOLDING, v_min
 from fxpipe.schedules.families.zero_bubble import NotFolded, folded, zb_h1, zb_v
 from fxpipe.schedules.given import KINDS, check_given, check_length, nested
+from fxpipe.schedules.microbatch_order import pyramid
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import check as check_table
 from fxpipe.validation import check, shown
@@ -53,7 +54,7 @@ def build(
     names: Sequence[str] | None = None,
     tied: Sequence[Sequence[int]] = (),
     costs: Costs | None = None,
-    in_flight: int | Sequence[int] | None = None,
+    in_flight: InFlight | None = None,
     memory: float | Sequence[float] | None = None,
     gather: Mapping[int, int | None] | None = None,
     gather_cost: tuple[float, float] | None = None,
@@ -73,7 +74,10 @@ def build(
         names: the stages' names; None: their numbers.
         tied: groups of stages that share a parameter.
         costs: the costs for families that use them; None: F = 1 and B = 2.
-        in_flight: the most micro-batches per stage, one number or a list; None: the family's own limits.
+        in_flight: the most micro-batches per stage, one number or a list; None: the family's own limits. "2x": twice as
+            many as the family's own table holds at each stage. Below its own limits, only "greedy" can follow. Above
+            them, "1f1b", "interleaved_1f1b", "zb_h1" and "greedy" may hold as many as this: micro-batches of different
+            costs then wait less for each other.
         memory: the most bytes per rank, one number or a list; the costs must then have ``activation_bytes``.
         gather: stage → K: the stage runs once for K micro-batches, or, for None, once for all of them; so do all later
             stages. The other families then take the fastest in simulation, within the limits, of "store_all",
@@ -140,9 +144,10 @@ def make_table(
 ) -> Schedule:
     """Returns a family's table, its actions and limits checked; only ``prove`` shows that it does not deadlock.
     ScheduleError if no table results. ``names``: of the stages; none: their numbers. ``tied``: as in ``build``."""
-    problem = limited.within(problem)
     # The rows of every family are checked: the family may be the user's own.
     try:
+        limited = in_numbers(limited, problem)
+        problem = limited.within(problem)
         rows = solved(limited.family, problem)
     except ScheduleError as error:
         if names and isinstance(error, NotFolded):
@@ -188,7 +193,7 @@ def placement_for(family: object, stages: int, ranks: int) -> tuple[int, ...] | 
 def with_costs(
     family: ScheduleName | Family,
     costs: Costs | None = None,
-    in_flight: int | Sequence[int] | None = None,
+    in_flight: InFlight | None = None,
     memory: float | Sequence[float] | None = None,
 ) -> Limited:
     """Returns the family with these costs and limits, for ``compile(schedule=...)``; its name does not change.
@@ -196,7 +201,7 @@ def with_costs(
     Args:
         family: a name out of ``SCHEDULES``, or a function of the same kind.
         costs: the costs that the family uses; None: the costs of the problem.
-        in_flight: the most micro-batches in flight, one number or one per stage.
+        in_flight: the most micro-batches in flight, one number, one per stage, or "2x"; as in ``build``.
         memory: the most bytes in flight, one number or one per rank; the costs must then have ``activation_bytes``, or
             ``compile`` an example, from whose shapes it derives the bytes.
 
@@ -216,4 +221,4 @@ def with_costs(
     return Limited(family, getattr(family, "__name__", "custom"), costs, in_flight, memory)
 
 
-__all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "ScheduleName", "build", "with_costs"]
+__all__ = ["SCHEDULES", "Costs", "Family", "Limited", "Problem", "ScheduleName", "build", "pyramid", "with_costs"]

@@ -15,7 +15,7 @@ from fxpipe.graph.ranks import Placement, RankOf, as_placement, ranks_of
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link, groups_of
-from fxpipe.schedules.given import check_cells, check_given, check_graph, check_length, in_order, nested
+from fxpipe.schedules.given import check_cells, check_costs, check_given, check_graph, check_length, in_order, nested
 from fxpipe.schedules.kinds import Kind, by_position
 from fxpipe.schedules.lower import Instruction, Lowering, lower
 
@@ -60,7 +60,7 @@ class ActionTable(ABC):
         check_cells(self.rows, stages, self.microbatches)
         object.__setattr__(self, "rows", tuple(map(_named_by_position, self.rows)))
         if self.costs is not None:
-            check_length("costs.forward", self.costs.forward, stages)
+            check_costs(self.costs, stages, self.microbatches)
         if any(not 0 <= stage < stages for group in self.tied for stage in group):
             raise ScheduleError(f"tied={self.tied} names a stage outside of 0..{stages - 1}")
         if any(not 0 <= rank < len(self.rows) for entry in self.placement for rank in ranks_of(entry)):

@@ -36,7 +36,10 @@ KINDS: Mapping[str, Expected] = {
     "name": Expected(is_text, "a text"),
     "tied": Expected(list_of(list_of(is_whole)), "a list of groups of stage numbers, [(0, 3)]"),
     "costs": Expected(lambda value: isinstance(value, Costs), "fxpipe.Costs.of(stages, forward=1, backward=2)"),
-    "in_flight": Expected(one_or_each(is_whole), "a whole number, or one for each stage"),
+    "in_flight": Expected(
+        lambda value: one_or_each(is_whole)(value) or (isinstance(value, str) and value == "2x"),
+        'a whole number, one for each stage, or "2x"',
+    ),
     "recompute": Expected(list_of(is_flag), "a list with True or False for each stage"),
     "offload": Expected(list_of(is_flag), "a list with True or False for each stage"),
     "gather": Expected(
@@ -70,6 +73,13 @@ def check_length(name: str, entries: Sequence[object], count: int, what: str = "
     """Raises ScheduleError unless the list has an entry for each stage, or each rank."""
     if len(entries) != count:
         raise ScheduleError(f"{name} has {len(entries)} entries for {count} {what}")
+
+
+def check_costs(costs: Costs, stages: int, microbatches: int) -> None:
+    """Raises ScheduleError unless the costs are of so many stages, and, if they differ, of so many micro-batches."""
+    check_length("costs.forward", costs.forward, stages)
+    if costs.by_microbatch:
+        check_length("each row of costs", costs.by_microbatch, microbatches, "micro-batches")
 
 
 def check_cells(rows: Sequence[Sequence[Any]], stages: int, microbatches: int) -> None:

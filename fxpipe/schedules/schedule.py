@@ -14,7 +14,7 @@ from fxpipe.schedules.action_table import ActionTable, StrPath
 from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.dependency import Dependencies, held_back
-from fxpipe.schedules.given import check_length
+from fxpipe.schedules.given import check_costs
 from fxpipe.schedules.show import csv_file
 from fxpipe.schedules.show.chrome_trace import chrome_trace
 from fxpipe.schedules.show.html_page import html, pictured
@@ -104,16 +104,18 @@ class Schedule(ActionTable):
     def simulate(
         self,
         forward: Cost | Costs = 1,
-        backward: Cost = 2,
+        backward: Cost | None = None,
         weight: Cost | None = None,
         comm: float = 0,
         activation_bytes: Cost | None = None,
     ) -> Timeline:
-        """Returns when each action would run; each cost is one number, or a list with one per stage.
+        """Returns when each action would run. Each cost is one number, or a list with an entry per stage: a number, or
+        a row with a number per micro-batch.
 
         Args:
             forward: the time of an action F; or all costs, as ``Costs``.
-            backward: the time of an action B, and of I and W together.
+            backward: the time of an action B, and of I and W together. None: 2; if ``forward`` has rows, twice
+                ``forward``.
             weight: the part of ``backward`` that W takes; None: half of ``backward``.
             comm: the time of a message between two ranks. Each directed pair carries one message at a time.
             activation_bytes: the bytes that a stage holds per micro-batch in flight.
@@ -123,7 +125,7 @@ class Schedule(ActionTable):
         """
         if not isinstance(forward, Costs):
             forward = Costs.of(len(self.placement), forward, backward, weight, comm, activation_bytes)
-        check_length("costs.forward", forward.forward, len(self.placement))
+        check_costs(forward, len(self.placement), self.microbatches)
         return Timeline(**vars(simulate(self, forward)))
 
     def planned(self, costs: Costs | None = None) -> Timeline:

@@ -158,7 +158,8 @@ def least_makespan(schedule: ActionTable, costs: Costs) -> float:
                         start = times[last]
                 if start == math.inf:
                     break
-                free[rank] = now = start + time[kind][stage]
+                length = costs.time(row[cell]) if costs.by_microbatch else time[kind][stage]
+                free[rank] = now = start + length
                 places[rank] = cell + 1
                 sent: dict[tuple[int, int], float] = {}  # a value travels once to each rank
                 for times, user, size in makes[kind][stage]:

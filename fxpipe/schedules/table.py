@@ -243,7 +243,7 @@ def _times(timeline: ActionTimes) -> str:
         return f"measured: {bubble}, makespan {in_seconds(makespan)} (lower bound {in_seconds(bound)})"
     if costs.source:
         return f"{bubble}, {in_seconds(makespan)} planned (lower bound {in_seconds(bound)}), {costs.source}"
-    if any(cost != 1 for cost in costs.forward):
+    if costs.by_microbatch or any(cost != 1 for cost in costs.forward):
         return f"{bubble}, makespan {makespan:g} (lower bound {bound:g}) in the costs' unit"
     # The other costs, if each is the same for all stages.
     others = []

@@ -12,7 +12,7 @@ from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
 from fxpipe.schedules import Limited, Problem
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.solve import solved, worthwhile
+from fxpipe.schedules.families.solve import in_numbers, solved, worthwhile
 from fxpipe.schedules.in_flight import peak_bytes
 from fxpipe.schedules.lower_bound import lower_bound
 from fxpipe.schedules.schedule import Schedule
@@ -285,7 +285,7 @@ class Judge:
 
     def _table(self, staged: Staged) -> Schedule:
         """The family's table; ScheduleError if no table exists, or if the table breaks a limit."""
-        family = replace(self.family, costs=staged.costs)
+        family = in_numbers(replace(self.family, costs=staged.costs), staged.problem)
         problem = family.within(staged.problem)
         # As in plan/tables.py, the table without recomputation shows the stages in which recomputing saves nothing.
         if self.again is not None and self.again.worthwhile:

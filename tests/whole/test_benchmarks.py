@@ -49,6 +49,19 @@ def simulated_as_the_page_says(printed: str) -> None:
     assert rows(printed, r"16 +frozen", 3)[2][:5] == [4, 121, 80.5, 73, 73]
 
 
+def gains_by_order_and_room(printed: str) -> None:
+    """examples/schedules_uneven.md: for each of four kinds of batches the makespan, and its gain over 1F1B."""
+    for way, gains in (
+        ("as samples come", (1, 1, 1, 1)),
+        ("in order", (1.07, 1.16, 1.22, 1.30)),
+        ("2x in flight", (1.14, 1.19, 1.27, 1.30)),
+        ("in order, 2x in flight", (1.20, 1.29, 1.40, 1.52)),
+        ("lower bound", (1.24, 1.34, 1.49, 1.74)),
+    ):
+        (figures,) = re.findall(rf"^{way}  +(.*)$", printed, re.MULTILINE)
+        assert tuple(map(float, re.findall(r"×(\S+)", figures))) == gains
+
+
 def sleeps_as_long(printed: str) -> None:
     """8 micro-batches of 20 ms forward and 40 ms backward."""
     for compute, *_ in rows(printed, "[0-4]", 5):
@@ -157,6 +170,7 @@ CASES = [
     Case("compile_llama.py 2x16 --rounds 1", r"\n2x16: peak ÷ parameters +\d", long=True),
     Case("depth_connected.py attention --ranks 2 --stages 2", sends_what_formulas_say),
     Case("encoder_on_all_ranks.py table", simulated_as_the_page_says),
+    Case("uneven_microbatches.py", gains_by_order_and_room),
     Case("groups.py --measure", r'"calls of new_group": 9, "connections of rank 0": 2205, .*x data 2": 8}\n$'),
     Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU .*\nCLIP .*without a GPU .*\n"),
     Case("lengths.py --processes --steps 6 Llama", r"\nLlama +[1-9]\d* .* -\n", long=True),

@@ -20,7 +20,7 @@ from itertools import pairwise
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.families.limits import Maker
+from fxpipe.schedules.families.limits import Maker, caps
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import Kind
@@ -32,18 +32,40 @@ def laps(problem: Problem, split: bool = False) -> list[Maker]:
     A lap is ⌈D / v⌉ stages deep, p on Megatron's chain: v is the most stages of a rank, D the depth of ranks with v
     stages. Groups of a lap hold least. But the last of them is smaller if the lap does not divide m, and ranks wait for
     it. Equal groups, ⌊m / lap⌋ of them and at least 1, whose sizes differ by 1 at most, reach the lower bound on
-    Megatron's chain for each m ≥ p. ``split``: backwards are in halves.
+    Megatron's chain for each m ≥ p. ``split``: backwards are in halves. A larger ``in_flight`` adds tables before
+    these: of groups, and of warm-ups, that are several times as large.
     """
     most, m = max(len(stages) for stages in problem.stages_of), problem.microbatches
     going_round = [stage for stages in problem.stages_of if len(stages) == most for stage in stages]
     lap = math.ceil(max(problem.depth[stage] for stage in going_round) / most)
-    equal = max(m // lap, 1)
-    groups = [*range(0, m, lap), m], [m * number // equal for number in range(equal + 1)]
-    return [partial(_in_groups, ends=ends, split=split) for ends in dict.fromkeys(map(tuple, groups))]
+    times = _times_as_many(problem, lap, split)
+    makers: list[Maker] = []
+    for scale in sorted({times, max(times - 1, 1), 1}, reverse=True):
+        equal = max(m // (scale * lap), 1)
+        groups = [*range(0, m, scale * lap), m], [m * number // equal for number in range(equal + 1)]
+        scaled = partial(_in_groups, split=split, scale=scale)
+        makers += [partial(scaled, ends=ends) for ends in dict.fromkeys(map(tuple, groups))]
+    return makers
 
 
-def _in_groups(problem: Problem, ends: Sequence[int], split: bool) -> tuple[Row, ...]:
-    return _Laps(problem, [range(*pair) for pair in pairwise(ends)], split).run()
+def _in_groups(problem: Problem, ends: Sequence[int], split: bool, scale: int) -> tuple[Row, ...]:
+    return _Laps(problem, [range(*pair) for pair in pairwise(ends)], split, scale).run()
+
+
+def _warm_up(problem: Problem, group: int, split: bool, scale: int = 1) -> list[int]:
+    """Returns, per rank, the forwards before its first backward."""
+    # A whole backward takes two actions' time; its half I takes as long as a forward, so fewer forwards precede it.
+    hop = scale * (1 if split else 2)
+    return [hop * (problem.depth[on[-1]] - 1) + (len(on) - 1) * group for on in problem.stages_of]
+
+
+def _times_as_many(problem: Problem, lap: int, split: bool) -> int:
+    """Returns how many times as many micro-batches as in groups of a lap ``in_flight`` allows on every rank."""
+    if problem.in_flight is None:
+        return 1
+    warm_up, most = _warm_up(problem, lap, split), caps(problem)
+    rooms = [sum(most[stage] for stage in on if problem.backward[stage]) for on in problem.stages_of]
+    return max(min(room // (least + 1) for room, least in zip(rooms, warm_up, strict=True)), 1)
 
 
 class _Laps(ListScheduler):
@@ -53,10 +75,10 @@ class _Laps(ListScheduler):
     its stages but the last, and the way from there to the sink and back. Then one forward, one backward. If that would
     deadlock, the waiting ranks run further forwards. With halves, each rank holds until W what the first rank holds
     until I. It holds at most D micro-batches for each of its stages, and one more where ranks would deadlock: then a W
-    precedes the next forward.
+    precedes the next forward. ``scale``: how many times as many forwards a rank warms up with.
     """
 
-    def __init__(self, problem: Problem, groups: Sequence[range], split: bool) -> None:
+    def __init__(self, problem: Problem, groups: Sequence[range], split: bool, scale: int) -> None:
         units, backward = Units(problem.ranks, Costs.of(len(problem.placement))), problem.backward
         for rank, stages in enumerate(problem.stages_of):
             trained = [stage for stage in reversed(stages) if backward[stage]]
@@ -67,10 +89,8 @@ class _Laps(ListScheduler):
         units.need_by(replace(problem.dependencies, replacing=halves))
         super().__init__(units, [(unit[0].kind.messages is None, number) for number, unit in enumerate(units.actions)])
         self.backward = backward
-        # A whole backward takes two actions' time; its half I takes as long as a forward, so fewer forwards precede it.
-        hop, group = 1 if split else 2, max(map(len, groups))
-        self.warm_up = [hop * (problem.depth[on[-1]] - 1) + (len(on) - 1) * group for on in problem.stages_of]
-        deepest = max((depth for depth, trained in zip(problem.depth, backward, strict=True) if trained), default=1)
+        self.warm_up = _warm_up(problem, max(map(len, groups)), split, scale)
+        deepest = scale * max((depth for depth, is_on in zip(problem.depth, backward, strict=True) if is_on), default=1)
         self.most = [min(max(self.warm_up) + 1, deepest * sum(backward[s] for s in on)) for on in problem.stages_of]
         if split:
             self.warm_up = [min(least, most - 1) for least, most in zip(self.warm_up, self.most, strict=True)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedules.action import Action
@@ -14,8 +14,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.in_flight import peak_bytes, peak_in_flight
 from fxpipe.schedules.schedule import Schedule
-
-T = TypeVar("T", int, float)
+from fxpipe.validation import is_list
 
 ScheduleName = Literal[
     "gpipe",
@@ -37,15 +36,21 @@ Family = Callable[[Problem], Sequence[Sequence[Action]]]
 Caps = tuple[int, ...]
 """The most micro-batches in flight, per stage: their forward has run, and their backward has not."""
 
+InFlight = int | Sequence[int] | Literal["2x"]
+"""The most micro-batches in flight: a number, one per stage, or twice what the family's own table holds."""
+
 
 @dataclass(frozen=True)
 class Limited:
-    """A family that solves problems at these costs and within these limits; None leaves the problem's own value."""
+    """A family that solves problems at these costs and within these limits; None leaves the problem's own value.
+
+    ``solve.in_numbers`` replaces ``in_flight="2x"``, which only a table has, before the other methods are called.
+    """
 
     family: Family
     name: str
     costs: Costs | None = None
-    in_flight: int | Sequence[int] | None = None
+    in_flight: InFlight | None = None
     memory: float | Sequence[float] | None = None
 
     def __call__(self, problem: Problem) -> Sequence[Sequence[Action]]:
@@ -78,9 +83,9 @@ class Limited:
         return problem
 
 
-def _each(limit: T | Sequence[T] | None, count: int) -> tuple[T, ...] | None:
+def _each(limit: Any, count: int) -> tuple[Any, ...] | None:
     """Returns a tuple of limits from one number for all, or from a list."""
-    return None if limit is None else tuple(limit) if isinstance(limit, Sized) else (limit,) * count
+    return None if limit is None else tuple(limit) if is_list(limit) else (limit,) * count
 
 
 def excess(
@@ -93,7 +98,8 @@ def excess(
             if peak > cap:
                 return f"holds {peak} micro-batches at stage {stage}, in_flight={cap}"
     if memory is not None and costs.activation_bytes is not None:
-        peaks = peak_bytes(schedule, replace(costs, again_bytes=None))  # the limit is for micro-batches in flight
+        resting = costs.changed(lambda each: replace(each, again_bytes=None))  # the limit is for those in flight
+        peaks = peak_bytes(schedule, resting)
         for rank, (most, room) in enumerate(zip(peaks, memory, strict=True)):
             if exceeds(most, room):
                 return f"holds {most:g} bytes on rank {rank}, memory={room:g}"
@@ -125,6 +131,22 @@ def caps(problem: Problem) -> Caps:
             for target in problem.targets[stage]:
                 wanted[target] = min(wanted[target], wanted[stage])
     return tuple(wanted)
+
+
+def raised(problem: Problem, own: Sequence[int]) -> Caps:
+    """Returns a family's own caps, raised as far as ``in_flight`` and ``memory`` allow; none is lowered.
+
+    All are raised by the same factor, but none by a larger factor than the stages that feed it. What a rank may wait
+    without delaying the next depends on how many more micro-batches it holds than the ranks behind it.
+    """
+    if problem.in_flight is None:
+        return tuple(own)
+    most = caps(replace(problem, in_flight=tuple(map(max, own, problem.in_flight))))
+    factors = [max(cap / least, 1.0) for cap, least in zip(most, own, strict=True)]
+    for stage in problem.order:
+        for target in problem.targets[stage] if problem.backward[stage] else ():
+            factors[target] = min(factors[target], factors[stage])
+    return tuple(int(factor * least + 1e-9) for factor, least in zip(factors, own, strict=True))
 
 
 def round_trip_caps(problem: Problem) -> Caps:
@@ -174,7 +196,9 @@ def with_fewer_microbatches(problem: Problem, actions: int, least: int) -> Probl
     groups, or micro-batches if no stage is gathered, to reach the steady state and leave it."""
     size = math.lcm(*problem.groups or (1,))
     fewer = size * max(actions // (2 * len(problem.placement) * size), least)
-    return replace(problem, microbatches=fewer) if fewer < problem.microbatches else problem
+    if fewer >= problem.microbatches:
+        return problem
+    return replace(problem, microbatches=fewer, costs=problem.costs.first(fewer))
 
 
 class Choice(NamedTuple):

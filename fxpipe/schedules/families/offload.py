@@ -131,7 +131,8 @@ def with_offload(rows: Sequence[Sequence[Action]], problem: Problem) -> tuple[Ro
     """
     table, costs = problem.table(tuple(map(tuple, rows))), problem.costs
     if costs.activation_bytes is None:
-        costs = replace(costs, activation_bytes=(1.0,) * len(problem.placement))
+        ones = (1.0,) * len(problem.placement)
+        costs = costs.changed(lambda each: replace(each, activation_bytes=ones))
     if problem.memory is None:
         return least_bytes(table, costs, problem.offloaded).rows
     fitting = within_rooms(table, costs, problem.offloaded, problem.memory)

@@ -28,6 +28,7 @@ from fxpipe.schedules.families.limits import (
     Chosen,
     Maker,
     caps,
+    raised,
     round_trip_caps,
     shortest,
     shortest_of,
@@ -47,9 +48,10 @@ def one_f_one_b(problem: Problem) -> tuple[Row, ...]:
 
     On a balanced graph with F and B per stage and D = max d the makespan is (m + D − 1)(F + B), the lower bound. If a
     rank has several stages, list scheduling with the same caps, for F = 1 and B = 2. With a gathered stage, the fastest
-    of the tables for gathered stages.
+    of the tables for gathered stages. A larger ``in_flight`` takes the place of d(s), also if nothing is gained at
+    these costs.
     """
-    return fastest(problem) if problem.is_grouped else with_caps(problem, problem.depth)
+    return fastest(problem) if problem.is_grouped else with_caps(problem, raised(problem, problem.depth))
 
 
 def with_caps(problem: Problem, caps: Caps) -> tuple[Row, ...]:
@@ -78,7 +80,8 @@ def interleaved_1f1b(problem: Problem) -> tuple[Row, ...]:
     """The order of ``laps`` on a chain whose p·v stages go round p ranks, for m ≥ p: idle (p − 1)(F + B) a rank.
 
     On other graphs and placements that order can be far from optimal: the result is the shortest of its tables and 1F1B
-    at F = 1 and B = 2, within the limits. Where that is 1F1B, the schedule's name says "1f1b".
+    at F = 1 and B = 2, within the limits. Where that is 1F1B, the schedule's name says "1f1b". A larger ``in_flight``
+    lets ranks warm up with more forwards, where the table is no longer than without.
     """
     if problem.is_grouped:
         return one_f_one_b(problem)
@@ -111,7 +114,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
         makers += [partial(with_caps, caps=stage_caps), *by_each_priority(costs, stage_caps)]
     few = with_fewer_microbatches(problem, MANY, 2 * max(problem.depth))
     if few is not problem:
-        makers = [partial(with_caps, caps=usual), shortest(few, makers, costs).maker]
+        makers = [partial(with_caps, caps=usual), shortest(few, makers, few.costs).maker]
     whole = shortest(problem, makers, costs)
     halves = None if problem.memory is None or costs.deferred_bytes is None else _in_halves(problem, few, tried)
     return halves.rows if halves is not None and halves.makespan < whole.makespan else whole.rows

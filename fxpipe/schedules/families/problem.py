@@ -12,7 +12,7 @@ from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies, Link, longest_paths
-from fxpipe.schedules.given import check_graph, check_length
+from fxpipe.schedules.given import check_costs, check_graph, check_length
 from fxpipe.schedules.kinds import Kind
 from fxpipe.schedules.schedule import Schedule
 
@@ -45,8 +45,8 @@ class Problem:
         """Raises ScheduleError, with the values, if the problem is not valid."""
         count = len(self.placement)
         check_length("backward=", self.backward, count)
-        check_length("costs.forward", self.costs.forward, count)
         check_graph(self.edges, count, self.microbatches)
+        check_costs(self.costs, count, self.microbatches)
         ranks = {rank for entry in self.placement for rank in ranks_of(entry)}
         if ranks != set(range(len(ranks))):
             raise ScheduleError(f"placement {list(self.placement)} leaves a rank without stages; ranks count from 0")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import ScheduleError
@@ -26,8 +27,9 @@ from fxpipe.graph.ranks import RankOf, ranks_of, replicated
 from fxpipe.graph.topological import topological_order
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_table import Row
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.dependency import Dependencies
-from fxpipe.schedules.families.limits import Chosen, Family, exceeds, excess
+from fxpipe.schedules.families.limits import Chosen, Family, Limited, exceeds, excess
 from fxpipe.schedules.families.list_scheduler import ListScheduler, Unit, Units
 from fxpipe.schedules.families.offload import with_offload
 from fxpipe.schedules.families.problem import Problem
@@ -54,15 +56,25 @@ def solved(family: Family, problem: Problem) -> Sequence[Sequence[Action]]:
     return Chosen.renamed(rows, with_recompute(rows, problem.recomputed))
 
 
+def in_numbers(limited: Limited, problem: Problem) -> Limited:
+    """Returns the family with ``in_flight="2x"`` in numbers: twice what its table without limits holds at each stage,
+    and at least 1."""
+    if not isinstance(limited.in_flight, str):
+        return limited
+    alone = replace(problem, in_flight=None, memory=None, recompute=None, offload=None)
+    alone = replace(limited, in_flight=None, memory=None).within(alone)
+    peaks = peak_in_flight(alone.table(tuple(map(tuple, placed_beside(limited.family, alone)))))
+    return replace(limited, in_flight=tuple(max(2 * peak, 1) for peak in peaks))
+
+
 def reckoned(problem: Problem) -> Problem:
     """The problem that the family solves instead, whose table has no R: B takes F + B; inputs are held from F to B;
     memory is less by the largest additional bytes of a recomputed micro-batch or group, one at a time."""
     costs, memory = problem.costs.with_recompute(problem.recomputed), problem.memory
     whole = costs.activation_bytes
     if whole is not None:
-        inputs = costs.input_bytes or (0.0,) * len(whole)
-        activation_bytes = tuple(inputs[s] if s in problem.recomputed else size for s, size in enumerate(whole))
-        costs = replace(costs, activation_bytes=activation_bytes)
+        costs = costs.changed(partial(_with_inputs_alone, stages=problem.recomputed))
+        activation_bytes = costs.activation_bytes or ()
         if memory is not None:
             # While a micro-batch is recomputed, a stage holds all of it and the inputs of the others. A rank recomputes
             # one at a time, so it reserves the largest bytes of its stages.
@@ -76,6 +88,13 @@ def reckoned(problem: Problem) -> Problem:
                     )
             memory = tuple(max(room - peak, 0) for room, peak in zip(memory, most, strict=True))
     return replace(problem, costs=costs, memory=memory)
+
+
+def _with_inputs_alone(costs: Costs, stages: Collection[int]) -> Costs:
+    """The costs if these stages hold only their inputs of a micro-batch in flight."""
+    whole = costs.activation_bytes or ()
+    inputs = costs.input_bytes or (0.0,) * len(whole)
+    return replace(costs, activation_bytes=tuple(inputs[s] if s in stages else size for s, size in enumerate(whole)))
 
 
 def with_recompute(rows: Sequence[Sequence[Action]], stages: Collection[int]) -> tuple[Row, ...]:
@@ -135,12 +154,16 @@ def _alone(problem: Problem) -> tuple[Problem, Sequence[int]]:
     for stage in stages:
         # On r ranks of its own in turn, a stage needs only 1/r of its time for each micro-batch.
         turns = len(ranks_of(problem.placement[stage]))
-        costs = costs.at_stages([stage], costs.forward[stage] / turns, costs.backward[stage] / turns)
+        costs = costs.changed(partial(_in_turns, stage=stage, turns=turns))
     if memory is not None:
         # One micro-batch of each shared stage must fit on each of its ranks: the family has the remaining bytes.
         rooms = [room - _least(problem, rank) for rank, room in enumerate(memory)]
         memory = (*(rooms[rank] for rank in real), *[math.inf] * len(stages))
     return replace(problem, placement=tuple(homes), costs=costs, memory=memory), real
+
+
+def _in_turns(costs: Costs, stage: int, turns: int) -> Costs:
+    return costs.at_stages([stage], costs.forward[stage] / turns, costs.backward[stage] / turns)
 
 
 def _least(problem: Problem, rank: int) -> float:

@@ -31,7 +31,7 @@ from fxpipe.schedules.action_table import Row
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import interleaved_groups
 from fxpipe.schedules.families.laps import laps
-from fxpipe.schedules.families.limits import shortest, shortest_of
+from fxpipe.schedules.families.limits import Caps, raised, shortest, shortest_of
 from fxpipe.schedules.families.list_scheduling import backward_first, by_each_priority, list_schedule
 from fxpipe.schedules.families.problem import Problem
 from fxpipe.schedules.kinds import FORWARD, Kind
@@ -45,24 +45,25 @@ def zb_h1(problem: Problem) -> tuple[Row, ...]:
     several stages, these are the rows of the shortest of ``laps`` and list scheduling with the same caps. For
     F = I = W = 1 on a chain that goes v times round p ≤ m ranks, the makespan is 3mv + p − 1. At other costs, list
     schedules that hold no more are compared, too. With a gathered stage, it is ``group_interleaved`` with split
-    backwards.
+    backwards. A larger ``in_flight`` n(s) takes the place of D: there are d(s)·n(s) / D warm-up forwards.
     """
     if problem.is_grouped:
         return interleaved_groups(problem, split=True)
     if problem.costs.are_alike:
         return in_halves(problem)
-    limits = (_deepest(problem),) * len(problem.placement)  # the most that ZB-H1 holds at any stage
+    limits = _most(problem)
     makers = [in_halves, *by_each_priority(problem.costs, limits, weight_caps=limits)]
     return shortest(problem, makers, problem.costs).rows
 
 
 def in_halves(problem: Problem) -> tuple[Row, ...]:
     """Returns the order above, for any costs."""
-    deepest = _deepest(problem)
+    most, costs = _most(problem), Costs.of(len(problem.placement))
+    pairs = zip(problem.depth, most, strict=True)
+    warm_up = tuple(depth * cap // _deepest(problem) for depth, cap in pairs)
     if problem.one_stage_a_rank:
-        return tuple(_h1_row(problem, stage, deepest) for (stage,) in problem.stages_of)
-    most, costs = (deepest,) * len(problem.placement), Costs.of(len(problem.placement))
-    listed = partial(list_schedule, costs=costs, caps=problem.depth, priority=backward_first, weight_caps=most)
+        return tuple(_h1_row(problem, stage, warm_up[stage], most[stage]) for (stage,) in problem.stages_of)
+    listed = partial(list_schedule, costs=costs, caps=warm_up, priority=backward_first, weight_caps=most)
     return shortest_of(problem, [*laps(problem, split=True), listed]).rows
 
 
@@ -71,19 +72,24 @@ def _deepest(problem: Problem) -> int:
     return max((depth for depth, has_backward in pairs if has_backward), default=1)
 
 
-def _h1_row(problem: Problem, stage: int, deepest: int) -> Row:
-    m, depth = problem.microbatches, problem.depth[stage]
+def _most(problem: Problem) -> Caps:
+    """The most micro-batches that ZB-H1 holds at each stage: D, or as many as ``in_flight`` and ``memory`` allow."""
+    return raised(problem, (_deepest(problem),) * len(problem.placement))
+
+
+def _h1_row(problem: Problem, stage: int, warm_up: int, most: int) -> Row:
+    m = problem.microbatches
     if not problem.backward[stage]:
         return tuple(problem.actions(stage, Kind.F))
-    row = [Action(stage, Kind.F, j) for j in range(min(depth, m))]
+    row = [Action(stage, Kind.F, j) for j in range(min(warm_up, m))]
     # I_j comes at once, as others wait for it; then the W of an earlier micro-batch, to even out the stages' memory.
-    behind = deepest - depth
+    behind = most - warm_up
     for j in range(m):
         row.append(Action(stage, Kind.I, j))
         if j >= behind:
             row.append(Action(stage, Kind.W, j - behind))
-        if j + depth < m:
-            row.append(Action(stage, Kind.F, j + depth))
+        if j + warm_up < m:
+            row.append(Action(stage, Kind.F, j + warm_up))
     row += [Action(stage, Kind.W, j) for j in range(max(m - behind, 0), m)]
     return tuple(row)
 

@@ -37,7 +37,8 @@ def unit_of(timeline: ActionTimes) -> TimeUnit:
 
     Times are written to about a hundred-thousandth of the makespan: a clock is not more exact.
     """
-    name, scale = "F" if all(cost == 1 for cost in timeline.costs.forward) else "", 1.0
+    costs, scale = timeline.costs, 1.0
+    name = "" if costs.by_microbatch or any(cost != 1 for cost in costs.forward) else "F"
     if timeline.measured or timeline.costs.source:
         name, scale = ("s", 1.0) if timeline.makespan >= 10 else ("ms", 1e3)
     # The number of digits before the decimal point, minus 1.
