@@ -12,7 +12,8 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.stage.opaque_call import opaque_calls
 from fxpipe.torch_compat.modules import hook_tables
 
-_SAVING = {*"_operator builtins math torch torch._C._nn torch._ops.aten torch.functional torch.nn.functional".split()}
+_TORCH = "torch torch._C._nn torch._ops.aten torch.functional torch.nn.functional"
+_SAVING = {"_operator", "builtins", "math", "fxpipe.stage.modes", *_TORCH.split()}
 """Modules of functions whose backward reads only what C++ has saved in forward. An ``autograd.Function``, a custom
 operator or an activation checkpoint may read parameters that Python holds."""
 

@@ -85,6 +85,17 @@ class Skips(Layers):
         return self.layers[3](third * first).square().mean()
 
 
+class WithModes(Layers):
+    """A part without gradients, and a part under autocast, as the positions of Hugging Face's models have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            scale = x.square().mean().sqrt() + 1
+        for layer in self.layers:
+            x = layer(x * scale).tanh()
+        return x.square().mean()
+
+
 class Hooked(Layers):
     """A hook of a module may read any parameter, so nothing is freed."""
 
@@ -142,6 +153,7 @@ CASES: dict[str, tuple[type[nn.Module], Topology, dict[str, Any], list[int]]] = 
     "export": (Layers, ONE_NODE, {"tracer": "export"}, ONE_AHEAD),
     "record": (Layers, ONE_NODE, {"tracer": "record"}, ONE_AHEAD),
     "views": (Transposed, ONE_NODE, {}, ONE_AHEAD),
+    "modes": (WithModes, ONE_NODE, {}, ONE_AHEAD),
     "skips": (Skips, ONE_NODE, {}, [1, 2, 2, 2, 2, 2, 1]),
     "first and last": (FirstAndLast, ONE_NODE, {}, [1, 2, 3, 3, 2, 2]),
     "view at the end": (ViewAtTheEnd, ONE_NODE, {}, [1, 2, 3, 3, 2, 2, 2]),
