@@ -150,7 +150,7 @@ class Options:
             )
         both = sorted(set(again) & set(host)) if isinstance(again, tuple) and isinstance(host, tuple) else ()
         if both:
-            raise RunError(f"stage {both[0]!r} is in recompute= and in offload=; leave out one of them")
+            raise RunError(IN_BOTH.format(both[0]))
 
     def _check_parallelize(self) -> None:
         if self.sharding.level == 3:
@@ -227,6 +227,7 @@ RENAMED: Mapping[str, str] = {
 """The options of fxpipe 0.2 that are parts of other options now → what to write."""
 
 
+IN_BOTH = "stage {!r} is in recompute= and in offload=; leave out one of them"
 _OF_ONE_RANK = {"example_args", "example_kwargs", "checkpoint"}
 """Options that may differ between ranks: a rank has its own data, and a path on its own disk."""
 
@@ -261,7 +262,7 @@ _KINDS: Mapping[str, Expected] = {
         ("recompute", "offload"),
         Expected(
             lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
-            'True, False, "auto" or a list of stage names',
+            'True, False, "auto" or a list of stage names or patterns',
         ),
     ),
     "hardware": Expected(

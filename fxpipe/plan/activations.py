@@ -18,13 +18,14 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from operator import itemgetter
 from typing import NamedTuple
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import AUTO, Options
+from fxpipe.options import AUTO, IN_BOTH, Options
 from fxpipe.schedules.families.offload import least_rooms
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.simulated_layouts import Staged
@@ -65,7 +66,7 @@ def named_choice(options: Options, graph: StageGraph, gains: Callable[[], Sequen
     Raises:
         PartitionError: an option names a stage that does not exist.
     """
-    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
+    again, host = _both_named(options, graph)
     if options.recompute is True:
         again = frozenset(graph.names[stage] for stage, gained in enumerate(gains()) if gained) - host
     marks = dict.fromkeys(host, HOST) | dict.fromkeys(again, AGAIN)
@@ -79,7 +80,7 @@ def searched_choice(options: Options, graph: StageGraph, make: Make, work: Stage
         DoesNotFit: no choice fits.
         PartitionError: an option names a stage that does not exist.
     """
-    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
+    again, host = _both_named(options, graph)
     search = _Search(graph, make, work, memory, again if options.recompute != AUTO else frozenset())
     kinds = {AGAIN: again if options.recompute == AUTO else frozenset(), HOST: host}
     wanted = [kind for kind, names in kinds.items() if names]
@@ -110,15 +111,27 @@ def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequenc
     return [max(memory - size, room) for size, room in zip(work.static_bytes, least, strict=True)]
 
 
+def _both_named(options: Options, graph: StageGraph) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the stages that ``recompute`` and ``offload`` mark, or, with "auto", may mark."""
+    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
+    if isinstance(options.recompute, tuple) and isinstance(options.offload, tuple) and again & host:
+        raise PartitionError(IN_BOTH.format(min(again & host)))
+    return again, host
+
+
 def _named(options: Options, option: str, graph: StageGraph) -> frozenset[str]:
-    """The names of the stages that an option marks, or, with "auto", may mark."""
     wanted = getattr(options, option)
     if isinstance(wanted, bool | str):
         return frozenset(graph.names) if wanted else frozenset()
-    for name in wanted:
-        if name not in graph.names:
-            raise PartitionError(f"{option} names stage {name!r}, which does not exist{nearest(name, graph.names)}")
-    return frozenset(wanted)
+    found = set[str]()
+    for pattern in wanted:
+        names = [name for name in graph.names if name == pattern or fnmatchcase(name, pattern)]
+        if not names:
+            raise PartitionError(
+                f"{option} names stage {pattern!r}, which does not exist{nearest(pattern, graph.names)}"
+            )
+        found.update(names)
+    return frozenset(found)
 
 
 class _Figures(NamedTuple):

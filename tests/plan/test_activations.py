@@ -209,6 +209,9 @@ def test_a_node_s_memory_limits_what_leaves() -> None:
 def test_names_need_no_example() -> None:
     names = preview().graph.names
     assert offloaded(preview(offload=[names[0]], example_args=None).schedule) == [0]
+    told = preview(offload=["*.0"], recompute=["block[12]"], example_args=None)
+    assert offloaded(told.schedule) == [0]
+    assert {stage for stage, _ in told.schedule.dependencies.recomputed} == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -219,6 +222,7 @@ def test_names_need_no_example() -> None:
         ({"offload": "auto"}, fxpipe.RunError, "the memory of hardware=, which is not given"),
         ({"offload": True, "recompute": True}, fxpipe.RunError, "both take all stages"),
         ({"offload": ["block1"], "recompute": ["block1"]}, fxpipe.RunError, "'block1' is in recompute= and in offload"),
+        ({"offload": ["b*1"], "recompute": ["block1"]}, fxpipe.PartitionError, "'block1' is in recompute= and in offl"),
         (
             {"offload": True, "example_args": None},
             fxpipe.ScheduleError,
