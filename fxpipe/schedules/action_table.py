@@ -92,8 +92,11 @@ class ActionTable(ABC):
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
-        places = [ranks_of(entry) for entry in self.placement]
-        return tuple(tuple(s for s, ranks in enumerate(places) if rank in ranks) for rank in range(len(self.rows)))
+        stages: list[list[int]] = [[] for _ in self.rows]
+        for stage, entry in enumerate(self.placement):
+            for rank in ranks_of(entry):
+                stages[rank].append(stage)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def links(self) -> tuple[Link, ...]:
