@@ -288,9 +288,12 @@ class FullyShardedGradients(Gradients):
         plan = self._plans[key][1]
         self._call, call.last, call.homes, call.frees = call, dict(plan.last), plan.reads.homes, plan.reads.saves_all()
         # FSDP2 makes the unsharded parameters in the first gather, for which a stage waits before its forward begins.
-        if call.frees and all(unit.whole for unit in call.last):
-            call.freed = dict(plan.freed)
-        call.waiting = list(plan.gathers(row, call.freed))
+        if all(unit.whole for unit in call.last):
+            call.waiting = list(plan.gathers)
+            # The order of gathers does not depend on hooks: another replica may have none.
+            call.freed = dict(plan.freed) if call.frees else {}
+        else:
+            call.waiting = list(plan.last)
         copies = {}  # replace unsharded parameters in this call, so that their gradients are this call's alone
         for name, parameter in self._whole.items():
             data = parameter.detach()
@@ -310,11 +313,19 @@ class FullyShardedGradients(Gradients):
             passes.setdefault(action.stage, []).append(action.kind.part_of)
         reads = StageReads.of_rank(graphs, self._transport.pipe_rank, self._names)
         freed: dict[FsdpUnit, list[FsdpUnit]] = {}
-        for stage, positions in reads.positions.items():
+        for stage, positions in reads.positions.items() if reads.saves else ():
             if passes.get(stage) in ([FORWARD, BACKWARD], [FORWARD]):
                 for unit, then in self._ends(positions).items():
                     freed.setdefault(then, []).append(unit)
-        return _PlanUnits(reads, last, freed)
+        again = {unit for units in freed.values() for unit in units}
+        gathers, seen = list[FsdpUnit](), set[FsdpUnit]()
+        for action in row:
+            units = [unit for unit in last if action.stage in unit.stages]
+            if action.kind.part_of is BACKWARD:
+                gathers += [unit for unit in reversed(units) if unit in again]
+            gathers += [unit for unit in units if unit not in seen]
+            seen.update(units)
+        return _PlanUnits(reads, last, freed, gathers)
 
     def _ends(self, positions: Mapping[str, tuple[int, int]]) -> dict[FsdpUnit, FsdpUnit]:
         """Returns unit → the next unit of its stage that forward reads for the first time after it has read this unit
@@ -514,26 +525,14 @@ class _PlanUnits:
     """What the row of a plan, or its forwards alone, does with the units.
 
     ``last``: the units in the order of their first use, each with its last action. ``freed``: unit → the units that are
-    freed, until their backward, when forward waits for this unit.
+    freed, until their backward, when forward waits for this unit. ``gathers``: the units in the order of their gathers,
+    the same on all replicas; those that are freed come twice.
     """
 
     reads: StageReads
     last: Mapping[FsdpUnit, Action]
     freed: Mapping[FsdpUnit, Sequence[FsdpUnit]]
-
-    def gathers(self, row: Sequence[Action], freed: Mapping[FsdpUnit, Sequence[FsdpUnit]]) -> Iterator[FsdpUnit]:
-        """Yields the units in the order of their gathers, the same on all replicas. ``freed``: as in the class; empty
-        for a call that frees none."""
-        again = {unit for units in freed.values() for unit in units}
-        first = dict.fromkeys(self.last)
-        for action in row:
-            units = [unit for unit in self.last if action.stage in unit.stages]
-            if action.kind.part_of is BACKWARD:
-                yield from (unit for unit in reversed(units) if unit in again)
-            for unit in units:
-                if unit in first:
-                    del first[unit]
-                    yield unit
+    gathers: Sequence[FsdpUnit]
 
 
 @dataclass

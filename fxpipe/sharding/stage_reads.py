@@ -18,12 +18,14 @@ _SAVING = {"_operator", "builtins", "math", "fxpipe.stage.modes", *_TORCH.split(
 operator or an activation checkpoint may read parameters that Python holds."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class StageReads:
     """What the stages of a plan read on a rank."""
 
     modules: list[nn.Module]
     """The stages' modules, with all modules inside of them."""
+    saves: bool
+    """Whether a backward reads only parameters that its forward has saved, unless a hook of a module reads others."""
     homes: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     """Parameter name → the (module, attribute) pairs that register the parameter."""
     positions: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -33,7 +35,8 @@ class StageReads:
     @staticmethod
     def of_rank(graphs: Sequence[StageGraph], rank: int | None, names: Mapping[int, str]) -> StageReads:
         """``names``: the identity of each parameter that the modules have now → its name."""
-        reads = StageReads([part for module in modules_of(graphs, rank) for part in module.modules()])
+        modules = [part for module in modules_of(graphs, rank) for part in module.modules()]
+        reads = StageReads(modules, all(map(_saves_all, modules)))
         for part in reads.modules:
             for leaf, parameter in part._parameters.items():
                 if id(parameter) in names:
@@ -41,14 +44,11 @@ class StageReads:
         for stage in stages_of(graphs[0], rank) if len(graphs) == 1 else ():
             if isinstance(stage.function, fx.GraphModule):
                 reads.positions[stage.index] = _positions(stage.function, names)
-        reads._saves = all(map(_saves_all, reads.modules))
         return reads
 
-    _saves: bool = False
-
     def saves_all(self) -> bool:
-        """Whether a backward reads only parameters that its forward has saved: no hook of a module reads others."""
-        return self._saves and not any(any(hook_tables(module)) for module in self.modules)
+        """Whether ``saves``, and no module has a hook now."""
+        return self.saves and not any(any(hook_tables(module)) for module in self.modules)
 
 
 def _positions(module: fx.GraphModule, names: Mapping[int, str]) -> dict[str, tuple[int, int]]:

@@ -119,6 +119,19 @@ def captured_by(function: Any) -> list[Any]:
     return [inspect.getclosurevars(function).nonlocals, function.__defaults__, function.__kwdefaults__]
 
 
+def codes_of(function: types.FunctionType) -> list[types.CodeType]:
+    """The function's code, and the code of the functions inside of it."""
+    codes = [function.__code__]
+    for code in codes:  # the list grows
+        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    return codes
+
+
+def names_in(function: types.FunctionType) -> set[str]:
+    """The names of globals, attributes and methods in a function's code."""
+    return {name for code in codes_of(function) for name in code.co_names}
+
+
 def _iterated(container: Any) -> Callable[[Any], list[Any]]:
     return lambda value: [*container.__iter__(value)]  # list(value) would call the class's own __len__
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fxpipe.seeds import is_generator
-from fxpipe.snapshots.contents import is_library, walk
+from fxpipe.snapshots.contents import is_library, names_in, walk
 from fxpipe.stage.with_loss import loss_module
 
 
@@ -62,11 +62,7 @@ def _unwrapped(value: Any) -> Any:
 
 def _read_by(function: types.FunctionType) -> Iterator[Any]:
     """The values that a function reads from its closure and its globals, and its parameters' defaults."""
-    names, codes = set[str](), [function.__code__]
-    for code in codes:  # the list grows
-        names.update(code.co_names)
-        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    homes = [function.__globals__]
+    names, homes = names_in(function), [function.__globals__]
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType | type) and not is_library(getattr(value, "__module__", value.__name__)):

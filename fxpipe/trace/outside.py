@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fxpipe.snapshots.contents import is_library
+from fxpipe.snapshots.contents import codes_of, is_library, names_in
 
 _COMPARED = (bool, int, float, complex, str, types.FunctionType, dict, list, tuple, set)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
@@ -82,12 +82,12 @@ def outside(modules: Iterable[tuple[str, nn.Module]], loss_fn: Any, left_out: It
     named = _methods(owner, inner.__name__ if is_method else "__call__")
     waiting += [inner, *named]
     yield from (variable for variable in given if isinstance(variable.value, _COMPARED))
-    yield from _attributes(owner, type(owner).__name__, {name for method in named for name in _names(method)})
+    yield from _attributes(owner, type(owner).__name__, {name for method in named for name in names_in(method)})
     for function in waiting:  # the list grows
         if not isinstance(function, types.FunctionType) or id(function) in seen or is_library(f"{function.__module__}"):
             continue
         seen.add(id(function))
-        names = _names(function)
+        names = names_in(function)
         for variable in _read_by(function):
             waiting.append(variable.value)
             if isinstance(variable.value, _COMPARED):
@@ -135,27 +135,14 @@ def _methods(
             method = method.__func__
         if isinstance(method, types.FunctionType) and f"{path}.{name}".lstrip(".") not in skipped:
             methods.append(method)
-            names += _names(method) - {*names}
+            names += names_in(method) - {*names}
     return methods
-
-
-def _names(function: types.FunctionType) -> set[str]:
-    """The names of globals, attributes and methods in a function's code."""
-    return {name for code in _codes(function) for name in code.co_names}
-
-
-def _codes(function: types.FunctionType) -> list[types.CodeType]:
-    """The function's code, and the code of the functions inside of it."""
-    codes = [function.__code__]
-    for code in codes:  # the list grows
-        codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
-    return codes
 
 
 def _read_by(function: types.FunctionType) -> Iterator[Variable]:
     """The globals that a function reads, and the variables of its closure."""
     table = Table(function.__globals__)
-    for code in _codes(function):
+    for code in codes_of(function):
         for step in dis.get_instructions(code):
             if step.opname == "LOAD_GLOBAL":
                 yield Variable(id(function.__globals__), f"{function.__module__}", table, f"{step.argval}")

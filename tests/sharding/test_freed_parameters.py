@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 import fxpipe
 from fxpipe.distributed.topology import Topology
@@ -229,6 +231,23 @@ def without_weight(weights: list[float]) -> None:
 @pytest.mark.parametrize("weights", [[2.0, 0.0], [0.0, 1.0]])
 def test_a_replica_without_a_backward_gathers_as_often_as_others(pool: Pool, weights: list[float]) -> None:
     pool.run(without_weight, weights, ranks=2)
+
+
+@in_a_new_world
+def watched_on_one_rank() -> None:
+    build = seeded(Layers)
+    forward_backward, x = compiled(build, ONE_NODE, 1, example_args=(batch()[:4],))
+    expected, is_first = plain_gradients(build, 2, 1), torch.distributed.get_rank() == 0
+    for call in range(4):
+        forward_backward.zero_grad()
+        with register_module_forward_hook(lambda *_: None) if is_first and call > 1 else contextlib.nullcontext():
+            forward_backward(x)
+        check(forward_backward, expected)
+
+
+def test_a_hook_on_one_rank_alone_changes_no_gather(pool: Pool) -> None:
+    """As counters of FLOPs have it, which run on one rank. The other ranks waited for a gather."""
+    pool.run(watched_on_one_rank, ranks=2, seconds=60)
 
 
 @in_a_new_world
