@@ -423,7 +423,7 @@ class FullyShardedGradients(Gradients):
         complete = list(takewhile(lambda unit: not unit.awaited, self._call.ending))
         new = [unit for unit in complete if unit.used is None]
         for unit in new:
-            self._wait_for(unit)
+            self._gather_last(unit)
             unit.reduce()
         for unit in complete if new and self._call.frees else ():
             if unit.is_unread():
@@ -471,6 +471,14 @@ class FullyShardedGradients(Gradients):
         if self._call.waiting:
             self._call.waiting.pop(0).gather()
 
+    def _gather_last(self, unit: FsdpUnit) -> None:
+        """Runs the gathers up to the unit's last: the other replicas wait for them, even if this replica has kept the
+        unit, or has not read it."""
+        while unit in self._call.waiting:
+            self._gather_next()
+        if unit.is_gathering:
+            self._wait_for(unit)
+
     def _put_in(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Puts parameters into the modules of this call's stages."""
         for name, parameter in parameters.items():
@@ -483,8 +491,7 @@ class FullyShardedGradients(Gradients):
 
     def _let_go(self, unit: FsdpUnit) -> None:
         del self._call.last[unit]
-        if unit.is_gathering or unit in self._call.waiting:  # no forward, or no backward, has waited for it
-            self._wait_for(unit)
+        self._gather_last(unit)
         if self._call.training and unit.used is None:
             unit.reduce()
         self._put_in(unit.shards)
