@@ -103,12 +103,15 @@ class FsdpUnit(FsdpModules):
             self.free()
         self._handle = self.shell.unshard(async_op=True)
         if is_held:
-            self.wait()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        self._all_gather.wait()
+        self._handle.wait()
 
     def wait(self) -> None:
         """Waits for the unsharded parameters."""
-        self._all_gather.wait()
-        self._handle.wait()
+        self._arrive()
         self._handle, self.is_whole = None, True
         pairs = [(managed.unsharded_param, managed.sharded_param) for managed in self._managed]
         whole = [_accumulating(parameter, self._precision, shard) for parameter, shard in pairs]

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[type[nn.Module], Topology, dict[str, Any], list[int]]] = 
     "modes": (WithModes, ONE_NODE, {}, ONE_AHEAD),
     "skips": (Skips, ONE_NODE, {}, [1, 2, 2, 2, 2, 2, 1]),
     "first and last": (FirstAndLast, ONE_NODE, {}, [1, 2, 3, 3, 2, 2]),
-    "view at the end": (ViewAtTheEnd, ONE_NODE, {}, [1, 2, 3, 3, 2, 2, 2]),
+    "view at the end": (ViewAtTheEnd, ONE_NODE, {}, [1, 2, 3, 3, 2, 2, 1]),
     # All units stay, and are gathered twice all the same: other replicas may have no hooks.
     "hooks": (Hooked, ONE_NODE, {}, [1, 2, 3, 4, 4, 4, 4]),
     "recomputed": (InStages, ONE_NODE, {"recompute": True}, [1, 2, 3, 4, 3]),
