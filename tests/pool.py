@@ -4,7 +4,8 @@ torch.distributed world for every call.
 ``pool.run(fn, *args, ranks=4)`` calls ``fn(*args)`` in that many processes, with torchrun's variables set, and returns
 the results by rank. ``pool.outcomes`` returns what each rank came to, be it an error. Every wait is bounded: on a
 timeout, or where a worker dies, all workers are killed, the next call starts new ones, and the test fails with the
-stacks of all ranks.
+stacks of all ranks. A test that is ended while it waits (its own limit, Ctrl-C) ends the workers, too: an answer that
+they sent later would be taken for an answer of the next call.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch.distributed as dist
 
 from tests import device
 
-SECONDS = 180.0  # for a call, once its workers have started; with what follows, less than a test's own limit
+SECONDS = 400.0  # for a call, once its workers have started; with what follows, less than a test's own limit
 START_SECONDS = 100.0  # for a worker to import torch
 SLOW_TO_IMPORT = {"tests.hf": "tests.preloaded_hf"}  # transformers: two seconds in each worker
 RARELY = 10_000
@@ -80,17 +81,21 @@ class Pool:
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, ranks: int = 4, seconds: float = SECONDS) -> list[Outcome]:
         """What each rank came to, by rank. ``fn`` is defined at the top of a module."""
-        self._start(ranks)
-        workers = self._workers[:ranks]
-        # A store, and so a world, of its own for each call: nothing of an earlier one can be met in it.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        deadline = time.monotonic() + seconds
-        for worker in workers:
-            worker.send((fn, args, _variables(worker.rank, ranks, store.port)))
-        outcomes = self._answers(workers, deadline)
-        for worker in workers:
-            worker.send(None)  # all are done: leave the world
-        self._answers(workers, deadline)
+        try:
+            self._start(ranks)
+            workers = self._workers[:ranks]
+            # A store, and so a world, of its own for each call: nothing of an earlier one can be met in it.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            deadline = time.monotonic() + seconds
+            for worker in workers:
+                worker.send((fn, args, _variables(worker.rank, ranks, store.port)))
+            outcomes = self._answers(workers, deadline)
+            for worker in workers:
+                worker.send(None)  # all are done: leave the world
+            self._answers(workers, deadline)
+        except BaseException:
+            self.close(seconds=0)
+            raise
         return outcomes
 
     def close(self, seconds: float = _FOR_THE_END) -> None:
@@ -137,7 +142,6 @@ class Pool:
             else:
                 text = f"did not answer\n{worker.stacks()}"
             parts.append(f"--- rank {worker.rank} {text}")
-        self.close(seconds=0)
         raise Lost("a call in several processes did not end:\n" + "\n".join(parts))
 
 
