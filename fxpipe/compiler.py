@@ -89,6 +89,12 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
             for a dict input. Other inputs: 0. All rules: examples/inputs.md.
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight. None: its rows.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
+        in_flight: the most micro-batches that the table holds at a stage: a number, one for each stage, or "2x" (twice
+            as many as without the option). Micro-batches of different costs then wait less for each other, and
+            ``offload`` keeps them out of the device's memory. See examples/schedules_uneven.md.
+        microbatch_cost: a function of a micro-batch's inputs in call order that returns what it costs: a number, or a
+            dict stage name → number. A step then runs small micro-batches first and last, and the largest in the
+            middle. None: in the order of the batch. See examples/schedules_uneven.md.
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all" (examples/stages_on_ranks.md). None, with
             more stages than ranks or a limit of memory: the lowest simulated step time at costs by shapes; without an
             example, topological order, balanced by parameters.

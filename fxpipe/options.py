@@ -23,7 +23,8 @@ from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
 from fxpipe.parameters.weights import Weights
 from fxpipe.policies import CHECKS, LEVEL, Checks, TracerName, Tracing, Zero, ZeroLevel
 from fxpipe.precision import Precision
-from fxpipe.schedules import Family, ScheduleName
+from fxpipe.schedules import Family, ScheduleName, with_costs
+from fxpipe.schedules.families.limits import InFlight
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
 from fxpipe.validation import (
@@ -61,6 +62,8 @@ class Options:
     batch_dim: BatchDim = 0
     loss_weight: Callable[..., Any] | None = None
     schedule: ScheduleName | Family | Schedule = "1f1b"
+    in_flight: InFlight | None = None
+    microbatch_cost: Callable[..., Any] | None = None
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
     recompute: Recompute = False
     offload: Recompute = False
@@ -93,6 +96,10 @@ class Options:
                     f'hardware="h100", hardware=fxpipe.Hardware(memory=40e9), in bytes, or {option}=True'
                 )
         self._check_both()
+        if self.in_flight is not None or self.microbatch_cost is not None:
+            family = self._family()
+            if self.in_flight is not None:
+                object.__setattr__(self, "schedule", with_costs(family, in_flight=self.in_flight))
         if self.parallelize is not None:
             self._check_parallelize()
 
@@ -151,6 +158,16 @@ class Options:
         both = sorted(set(again) & set(host)) if isinstance(again, tuple) and isinstance(host, tuple) else ()
         if both:
             raise RunError(IN_BOTH.format(both[0]))
+
+    def _family(self) -> ScheduleName | Family:
+        """``schedule`` as a family; RunError if it is a table, for options that families alone follow."""
+        if isinstance(self.schedule, Schedule):
+            option = "in_flight" if self.in_flight is not None else "microbatch_cost"
+            raise RunError(
+                f"{option}= is for the tables of families, and schedule= is a table, whose cells say what runs when; "
+                f'leave {option}= out, or name a family, as schedule="1f1b"'
+            )
+        return self.schedule
 
     def _check_parallelize(self) -> None:
         if self.sharding.level == 3:
@@ -258,6 +275,7 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: isinstance(value, Precision), "fxpipe.Precision(...), as fxpipe.Precision(compute=torch.bfloat16)"
     ),
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
+    "microbatch_cost": Expected(callable, "a function of a micro-batch's inputs"),
     **dict.fromkeys(
         ("recompute", "offload"),
         Expected(

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 
 from fxpipe.batch.pattern import Pattern
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import PartitionError, ScheduleError
 from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
@@ -56,11 +56,17 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Sche
     Raises:
         ScheduleError: the user's table does not fit the graph, the family has no table for it, or ``offload`` asks for
             more of the host's memory than a rank has.
-        PartitionError: ``recompute`` or ``offload`` names a stage that does not exist, or a group does not divide the
-            micro-batches.
+        PartitionError: ``recompute`` or ``offload`` names a stage that does not exist, a group does not divide the
+            micro-batches, or ``microbatch_cost`` is given for stages that gather groups.
         DoesNotFit: with "auto", a rank exceeds its memory even if all that helps is recomputed or offloaded.
     """
     options, first = plans.options, plans.first if plans.by_pattern else None
+    if options.microbatch_cost is not None and graph.gathers:
+        gathered = next(stage.name for stage in graph if stage.gathered is not None)
+        raise PartitionError(
+            f"microbatch_cost= orders micro-batches, and stage {gathered!r} runs for groups of them, in the order of "
+            "the batch; leave microbatch_cost= out"
+        )
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
     # 1. the table of the first plan
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):

@@ -34,7 +34,7 @@ class TimelineRecorder:
         self._transport, self._device = transport, device
         self.stopwatch: Stopwatch | None = None
         """The observer of the step that runs, if the step is timed."""
-        self._last: tuple[int, Schedule, Stopwatch] | None = None
+        self._last: tuple[int, Schedule, Stopwatch, Sequence[int]] | None = None
         self.loaded: Costs | None = None
         """The costs that a checkpoint has brought, used until a step is timed; the same on every rank."""
         self.on = False
@@ -59,19 +59,20 @@ class TimelineRecorder:
         if self.stopwatch is not None:
             self.stopwatch.on_step("")
 
-    def keep(self, step: int, schedule: Schedule) -> None:
-        """Keeps the times of a step, if it was timed."""
+    def keep(self, step: int, schedule: Schedule, order: Sequence[int]) -> None:
+        """Keeps the times of a step, if it was timed. ``order``: the number in the batch of each micro-batch."""
         if self.stopwatch is not None:
-            self._last = step, schedule, self.stopwatch
+            self._last = step, schedule, self.stopwatch, order
 
     def timeline(self) -> Timeline:
         """Returns the start and end of each action of the last timed step. A collective call of a pipe group."""
-        schedule, stopwatch = self._recorded("pipe")
+        schedule, stopwatch, order = self._recorded("pipe")
         ahead, in_turns = clock_offset(self._transport), self._transport.pipe_rank is None
         mine = stopwatch.laps(ahead), stopwatch.reductions(ahead), stopwatch.parts(ahead), stopwatch.copies(ahead)
         laps, reductions, courses, copies = zip(*self._transport.gather("pipe", mine), strict=True)
         chain = itertools.chain.from_iterable
-        return timeline_of(schedule, chain(laps), in_turns, reductions, courses, chain(copies))
+        timeline = timeline_of(schedule, chain(laps), in_turns, reductions, courses, chain(copies))
+        return replace(timeline, order=() if sorted(order) == list(order) else tuple(order))
 
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Returns each stage's costs in the last timed step, averaged over replicas. A collective call of all ranks.
@@ -89,7 +90,7 @@ class TimelineRecorder:
             raise RunError("no micro-batch of the recorded step had weight, so no backward ran; record another step")
         return mean_costs(measured, activation_bytes)
 
-    def _recorded(self, *scopes: str) -> tuple[Schedule, Stopwatch]:
+    def _recorded(self, *scopes: str) -> tuple[Schedule, Stopwatch, Sequence[int]]:
         """Returns the schedule and the times of the last timed step. RunError on all ranks of ``scopes`` unless all of
         them have timed the same step."""
         steps = {self._last[0] if self._last is not None else -1}

@@ -90,6 +90,8 @@ class ActionTimes:
     its own rank was ready."""
     copies: tuple[Copy, ...] = ()
     """The copies of activations to the host and back; each rank's in the order in which they began."""
+    order: tuple[int, ...] = ()
+    """The micro-batch of the batch that ran as each micro-batch of the table; empty where these are the same."""
     advice: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """For a measured timeline of a run: finds the one change of placement that would help most, as ``advise`` does."""
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
+from fxpipe.dealing import checked_cost
+from fxpipe.errors import FxpipeError, RunError, nearest
 from fxpipe.schedules.costs import Costs
+from fxpipe.validation import is_mapping
 
 
 def pyramid(costs: Sequence[float]) -> tuple[int, ...]:
@@ -26,3 +31,32 @@ def pyramid(costs: Sequence[float]) -> tuple[int, ...]:
     sizes = [each.forward[0] for each in Costs.of(1, [costs]).by_microbatch]
     ascending = sorted(range(len(sizes)), key=sizes.__getitem__)
     return (*ascending[::2], *reversed(ascending[1::2]))
+
+
+def factors(costs: Sequence[Any], stages: Sequence[str], error: type[FxpipeError] = RunError) -> list[list[float]]:
+    """Returns the factors by which micro-batches, or samples, cost more or less than the mean: a row per stage.
+
+    Args:
+        costs: the cost of each micro-batch: a number for all stages, or a dict stage name → number. A stage that a dict
+            lacks costs 0 there, and a stage without any costs has the factors 1.
+        stages: the names of the stages.
+        error: the class of error for a name that is no stage, or for a cost that is no finite number of 0 or more.
+
+    >>> factors([1, 3, 2], ["encoder"])
+    [[0.5, 1.5, 1.0]]
+    >>> factors([{"encoder": 1}, {"encoder": 7}], ["encoder", "decoder"])
+    [[0.25, 1.75], [1.0, 1.0]]
+    """
+    by_stage = [
+        _by_stage(cost, f"the cost of micro-batch {number}", stages, error) for number, cost in enumerate(costs)
+    ]
+    rows = [[each[stage] for each in by_stage] for stage in range(len(stages))]
+    return [[cost / mean for cost in row] if (mean := fmean(row)) else [1.0] * len(row) for row in rows]
+
+
+def _by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError]) -> list[float]:
+    if not is_mapping(cost):
+        return [checked_cost(cost, what, error)] * len(stages)
+    if unknown := [name for name in cost if name not in stages]:
+        raise error(f"{what} names {unknown[0]!r}, which is no stage{nearest(unknown[0], stages)}")
+    return [checked_cost(cost.get(name, 0.0), f"{what} at {name!r}", error) for name in stages]

@@ -187,6 +187,8 @@ class Timeline(ActionTimes):
         if self.reductions:
             early, all_of_them = len(self.overlapped), len(self.reductions)
             text += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"
+        if self.order:
+            text += f"\nmicro-batches 0, 1, … of the table are these of the batch: {', '.join(map(str, self.order))}"
         if self.measured and self.copies:
             text += f"\n{copies_in_words(self)}"
         return f"{text}\n{tabulated(self.spells)}" if self.spells else text

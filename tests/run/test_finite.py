@@ -143,7 +143,7 @@ def test_a_mask_that_needs_no_gradient_is_not_taken_for_the_fault() -> None:
 
 
 def test_a_sum_that_would_overflow_where_no_number_does_is_no_fault() -> None:
-    extremes = Extremes()
+    extremes = Extremes([1.0] * 6, range(6))
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         large = torch.full((64,), torch.finfo(dtype).max, dtype=dtype, requires_grad=True)
         extremes.add_outputs(0, 0, [large, -large, {"list": [large[:0], large.to(torch.complex64)[:0], 1, None]}])
@@ -156,7 +156,7 @@ def test_one_number_among_many_is_found(dtype: torch.dtype, value: float) -> Non
     for place in (0, 501, 999):
         numbers = torch.randn(1000).to(dtype)
         numbers[place] = value
-        extremes = Extremes()
+        extremes = Extremes([1.0] * 6, range(6))
         extremes.add_outputs(3, 5, [numbers.view(10, 100).t().requires_grad_(), numbers])
         ((replica, microbatch, stage, is_loss, rank),) = extremes.broken(1, 2)
         assert (replica, microbatch, stage, is_loss, rank) == (1, 5, 3, False, 2)
@@ -170,7 +170,7 @@ def test_what_cannot_be_compared_is_passed_over() -> None:
     sparse = torch.eye(3).to_sparse().requires_grad_()
     small = torch.ones(3).to(torch.float8_e4m3fn).requires_grad_()
     own = torch.full((3,), math.nan).as_subclass(Own).requires_grad_()
-    extremes = Extremes()
+    extremes = Extremes([1.0] * 6, range(6))
     extremes.add_outputs(0, 0, [sparse, small, own])
     assert extremes.broken(0, 0) == []
 

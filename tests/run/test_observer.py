@@ -62,7 +62,7 @@ class Silent(StepObserver):
 def trained(*observers: StepObserver) -> dict[str, Tensor | None]:
     forward_backward = fxpipe.compile(Two(), fxpipe.Topology([("pipe", 2)]), microbatches=PARTS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_backward._steps.watch, "begin", lambda shares: list(observers))
+        patch.setattr(forward_backward._steps.watch, "begin", lambda shares, order: list(observers))
         forward_backward(torch.arange(4.0 * WIDTH).view(4, WIDTH))
     return {name: parameter.grad for name, parameter in forward_backward.named_parameters()}
 

@@ -42,15 +42,17 @@ Fetch = Callable[[], Any]
 class StepInput:
     """The arguments of a step. ``batches``: a dict of this rank's inputs for each micro-batch. ``shares``: each
     micro-batch's part of the step's weight; where the loss is of a group, the group's part. ``groups``: makes the
-    inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``number``: the
-    step's number, from 0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss,
-    where inputs alone decide the count. ``proves``: whether the step compares a recomputation with its forward.
-    ``watched``: the calls of the step's observers."""
+    inputs of gathered stages. ``seed``: (stage, micro-batch, or a group's first micro-batch) → seed. ``order``: the
+    number in the batch of each micro-batch of the table, by which errors name it. ``number``: the step's number, from
+    0. ``per_item``: 1 / the items that the step's ``Sum`` counts, on the ranks that make the loss, where inputs alone
+    decide the count. ``proves``: whether the step compares a recomputation with its forward. ``watched``: the calls of
+    the step's observers."""
 
     batches: Sequence[Mapping[str, Any]]
     shares: Sequence[float]
     groups: GroupInputs
     seed: Callable[[int, int], int]
+    order: Sequence[int]
     number: int
     per_item: torch.Tensor | None
     proves: bool
@@ -201,7 +203,7 @@ class Executor:
     def report(self, error: BaseException, action: Action, inputs: Sequence[Any] = ()) -> None:
         """Adds a note to an error in the user's code: the place in the step, counted from 0, and the stage's inputs."""
         stage, what = self.stage(action), action.kind.words
-        first, last = action.microbatch, action.microbatches[-1]
+        first, last = (self.step.order[number] for number in (action.microbatch, action.microbatches[-1]))
         which = f"micro-batch {first}" if first == last else f"micro-batches {first}-{last}"
         with contextlib.suppress(Exception):  # some errors take no notes, and the error itself must come through
             named = zip(stage.input_names, inputs, strict=False)

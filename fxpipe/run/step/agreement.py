@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -48,12 +48,16 @@ from fxpipe.plan.plan import Plan
 from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
+from fxpipe.run.step.microbatch_costs import asked as asks_costs
+from fxpipe.run.step.microbatch_costs import costs_of
 from fxpipe.schedules.lower import pairs
+from fxpipe.schedules.microbatch_order import pyramid
 from fxpipe.specs import ITEMS, ObjectValue
 from fxpipe.stage.modes import Ambient
 from fxpipe.stage.with_loss import about_target, target_of
 from fxpipe.trace.checks.capture_check import Sample
 
+Item = TypeVar("Item")
 KINDS = 256
 """The most kinds of batch that are remembered; above it, the least recently used eighth is forgotten."""
 
@@ -63,6 +67,8 @@ Key = tuple[int, ...]
 """The numbers of all ranks' proposals."""
 Rows = tuple[int, ...]
 """The rows of each micro-batch."""
+Order = tuple[int, ...]
+"""Micro-batches, by their numbers in the batch, in the order in which a step runs them."""
 
 
 @admitted
@@ -89,6 +95,9 @@ class ReportedCall(NamedTuple):
 
     proposals: Sequence[Proposal]
     batch: Batch
+    alike: tuple[int, ...] = ()
+    """For each micro-batch, the first micro-batch that is described in the same way; empty if the step runs them in
+    the batch's order."""
 
 
 def _check_same_call(proposals: Sequence[Proposal], named: Callable[[int], str], model: nn.Module) -> None:
@@ -133,6 +142,8 @@ class AgreedBatch:
     """A number for each micro-batch. Micro-batches with equal numbers, in any kind, send messages of equal layouts."""
     replica_rows: tuple[Rows, ...] = ()
     """Each replica's rows of each micro-batch, if stages see other replicas' rows; otherwise empty."""
+    order: Order = ()
+    """The micro-batch at each position of the table, by its number in the batch."""
 
     @property
     def sizes(self) -> Rows:
@@ -147,7 +158,8 @@ class Agreement:
     the same kinds in the same order.
     """
 
-    def __init__(self, plans: Plans, transport: Transport) -> None:
+    def __init__(self, plans: Plans, transport: Transport, meets: bool) -> None:
+        """``meets``: whether stages communicate with the same stages of other replicas."""
         self.plans, self._transport, self._options = plans, transport, plans.options
         """The plans, replaced after all ranks of a pipe group have made the same new plans."""
         self._types = {id(parameter): parameter.dtype for parameter in plans.module.parameters()}
@@ -155,13 +167,16 @@ class Agreement:
         self._take(plans.with_captures(reads=plans.captures.reads.after_compile()))
         self._kinds = itertools.count()
         self._reported: dict[Key, ReportedCall] = {}
-        self._settled: dict[tuple[Key, Rows | None], AgreedBatch] = {}
+        self._settled: dict[tuple[Key, Rows | None, Order], AgreedBatch] = {}
         """The known kinds, least recently used first, in the same order on all ranks of a pipe group. The second part
-        of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts."""
+        of a key is each micro-batch's rows over all replicas, or None if the plan accepts any row counts. The third is
+        the order of micro-batches, in which a number stands for all micro-batches that are described in the same way.
+        """
         self._pairs = set(pairs(plans.first.instructions))  # the (sender, receiver) pairs with open queues
         self._layouts: dict[Hashable, int] = {}
         self._new_layouts = itertools.count()  # a forgotten number is never used again
         self._lists: set[str] = set()  # lists that a warning has named as not split
+        self._meets = meets
         self.dropped: list[int] = []
         """The numbers of forgotten kinds. Callers that cache data per kind remove the numbers from this list."""
 
@@ -263,7 +278,9 @@ class Agreement:
         """The inputs that a rank must be given; None stands for all ranks. ``answering``: also the inputs from which
         the first rank answers forward's questions, and the inputs that captures hold objects from."""
         # 1. The inputs that the rank's stages read. On the ranks that make the loss, loss_weight= may read any input.
+        # The rank that asks microbatch_cost= may read any input, too.
         weighs = self._options.loss_weight is not None and rank in graph.ranks(graph.output_stage)
+        weighs = weighs or (self._options.microbatch_cost is not None and asks_costs(graph, rank))
         used = {
             name
             for stage in graph
@@ -296,31 +313,35 @@ class Agreement:
             TraceError, PartitionError, ScheduleError: this rank cannot make a plan; other ranks raise a RunError that
                 quotes it.
         """
-        replica_rows: tuple[Rows, ...] | None = None
+        replica_rows: tuple[Rows, ...] = ()
+        order: Order | None = None
         while True:
             # 2. and 3. Each rank sends a number: -1 for an error, whose text the others must read. Only a new set of
             # numbers needs a full exchange, and a set of equal numbers needs none.
             key = self._transport.gather_int("pipe", -1 if proposal.error else _number(proposal))
-            if key not in self._reported:
-                is_same = len(set(key)) == 1 and key[0] >= 0
-                try:
+            try:
+                if key not in self._reported:
+                    is_same = len(set(key)) == 1 and key[0] >= 0
                     proposals = [proposal] * len(key) if is_same else self._transport.gather("pipe", proposal)
                     self._reported[key] = self._merged(proposals)
-                except RunError as error:
-                    if replica_rows is None and not isinstance(error, PeerLost):  # other replicas wait for the rows
-                        self._replica_rows(str(error))
-                    raise
-            # 4. The numbers select the kind of batch, together with all replicas' rows if the kind's plan sees them.
-            reported = self._reported[key]
-            if replica_rows is None:  # all replicas gather the rows, once
-                replica_rows = self._replica_rows(reported.batch.sizes)
+                reported = self._reported[key]
+                costs = self._costs(reported, given) if order is None else ()
+            except RunError as error:
+                if order is None and not isinstance(error, PeerLost):  # other replicas wait for this one's rows
+                    self._of_replicas(str(error), proposal.training)
+                raise
+            # 4. The numbers select the kind of batch, together with the order of its micro-batches, and all replicas'
+            # rows if the kind's plan sees them.
+            if order is None:  # all replicas gather these, once
+                replica_rows, order = self._of_replicas((reported.batch.sizes, costs), proposal.training)
                 everyone: Rows = tuple(map(sum, zip(*replica_rows, strict=True)))
-            rows = everyone if (key, everyone) in self._settled else None
-            agreed = self._settled.pop((key, rows), None)
+            arranged = tuple(reported.alike[microbatch] for microbatch in order) if reported.alike else ()
+            rows = everyone if (key, everyone, arranged) in self._settled else None
+            agreed = self._settled.pop((key, rows, arranged), None)
             # 5. For a new kind, all ranks of the pipe group make captures and a plan at once.
             if agreed is None:
                 try:
-                    agreed = self._decide(reported, everyone, self._sample(reported, given))
+                    agreed = self._decide(reported, everyone, self._sample(reported, given, order), order)
                 except Unanswered as error:
                     self._take(self.plans.asking(error))
                     described = tuple(describe(values, self.plans.needs_shapes) for values in given)
@@ -328,10 +349,10 @@ class Agreement:
                     continue
                 # a plan for any shapes is stored under the pattern without shapes
                 rows = everyone if agreed.pattern in self.plans.by_pattern else None
-            self._settled[key, rows] = agreed  # moves the kind to the most recently used end
+            self._settled[key, rows, arranged] = agreed  # moves the kind to the most recently used end
             self._drop()
             self.plans.captures.reads.drop_set()
-            return replace(agreed, replica_rows=replica_rows) if replica_rows else agreed
+            return replace(agreed, replica_rows=replica_rows, order=order) if replica_rows or arranged else agreed
 
     def _merged(self, proposals: Sequence[Proposal]) -> ReportedCall:
         """Merges the proposals into a batch; RunError on all ranks if calls differ or a rank has reported an error."""
@@ -348,7 +369,8 @@ class Agreement:
                     f"micro-batch is given all of it; write {written(path, 'fxpipe.Packed(1)')} where it has one for "
                     f"each row, or {written(path, 'None')} where it has not"
                 )
-        return ReportedCall(proposals, batch)
+        ordered = self._options.microbatch_cost is not None and proposals[0].training
+        return ReportedCall(proposals, batch, _alike(proposals, batch) if ordered and len(batch.sizes) > 1 else ())
 
     def _batch(self, call: Proposal, given: Sequence[Description], counts: Sequence[Counts]) -> Batch:
         microbatches = self.plans.microbatches if call.split_evenly else None
@@ -356,40 +378,60 @@ class Agreement:
             given, counts, self._options.batch_dim, microbatches, may_be_fewer=not call.training
         )
 
-    def _pattern(self, reported: ReportedCall, everyone: Rows) -> Pattern:
+    def _pattern(self, reported: ReportedCall, everyone: Rows, order: Order) -> Pattern:
         """The pattern on which the plan of a call depends. ``everyone``: each micro-batch's rows summed over all
         replicas, if stages see them."""
         first = reported.proposals[0]
-        described = list(map(self.plans.items.described, reported.batch.describe_parts()))
+        described = list(map(self.plans.items.described, _in_order(reported.batch.describe_parts(), order)))
         states = tuple(proposal.flags.state for proposal in reported.proposals)
         flags = first.flags if len(set(states)) == 1 else replace(first.flags, states=states)
         pattern = pattern_of(described, first.training, self._options.loss_fn, flags, first.ambient, first.wants_loss)
         # All ranks' answers about each micro-batch. If two ranks answer, the lower rank wins: dict() keeps the last.
         each = [proposal.answers for proposal in reversed(reported.proposals) if proposal.answers]
-        answers = [dict(itertools.chain(*answers)) for answers in zip(*each, strict=True)]
+        answers = [
+            dict(itertools.chain(*answers)) for answers in zip(*(_in_order(a, order) for a in each), strict=True)
+        ]
         found = tuple(tuple(sorted(answer.items())) for answer in answers)
         return replace(pattern, everyone=everyone, answers=found)
 
-    def _replica_rows(self, sizes: Rows | str) -> tuple[Rows, ...]:
-        """Each replica's rows of each micro-batch, if stages see them; otherwise empty. RunError if another replica has
-        passed why it refuses its batch in place of rows.
+    def _costs(self, reported: ReportedCall, given: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """A cost of each micro-batch, by which a step orders them; equal costs if it runs them as they come. A
+        collective call of a pipe group if ``microbatch_cost=`` is given."""
+        cost, graph = self._options.microbatch_cost, self.plans.first.graph
+        if cost is None or not reported.alike:
+            return (1.0,) * len(reported.batch.sizes)
+        return costs_of(self._transport, cost, graph, partial(reported.batch.split, given))
+
+    def _of_replicas(self, told: tuple[Rows, Sequence[float]] | str, training: bool) -> tuple[tuple[Rows, ...], Order]:
+        """Each replica's rows of each micro-batch, if stages see them, otherwise empty; and the order of a step.
+        RunError if another replica has told why it refuses its batch in place of rows and costs.
 
         A collective call of the data axis: all replicas make it, whether or not their captures depend on the rows.
+        If stages communicate with other replicas, all replicas take the order of the costs' sums.
         """
-        if self._transport.data_size == 1 or not self.plans.first.graph.sees_replicas:
-            return ()
-        everyone = self._transport.gather("data", sizes)
-        check_refusals(self._transport, everyone)
-        is_even = len({*map(len, everyone)}) == 1  # all have as many micro-batches: else no group is common
-        return tuple(everyone) if is_even else ()
+        sees = self.plans.first.graph.sees_replicas
+        orders = self._meets and training and self._options.microbatch_cost is not None
+        everyone: list[Any] = [told]
+        if self._transport.data_size > 1 and (sees or orders):
+            everyone = self._transport.gather("data", told)
+            check_refusals(self._transport, everyone)
+        if isinstance(told, str):
+            return (), ()
+        rows, costs = zip(*everyone, strict=True)
+        # Some replicas may have another number of micro-batches: then no group is common, and no order.
+        is_even = len({*map(len, rows)}) == 1
+        summed = list(map(sum, zip(*costs, strict=True))) if is_even else told[1]
+        order = pyramid(summed) if training and len(set(summed)) > 1 else range(len(summed))
+        return tuple(map(tuple, rows)) if sees and len(rows) > 1 and is_even else (), tuple(order)
 
-    def _sample(self, reported: ReportedCall, given: list[dict[str, Any]]) -> Sample | str:
+    def _sample(self, reported: ReportedCall, given: list[dict[str, Any]], order: Order) -> Sample | str:
         """The micro-batches on which a new kind is checked, if this process has the whole model."""
         if self._transport.pipe_rank is not None:
             return LATER
-        return Sample(self.plans.items.given(reported.batch.split(given)), self._options.batch_dim, later=True)
+        batches = _in_order(reported.batch.split(given), order)
+        return Sample(self.plans.items.given(batches), self._options.batch_dim, later=True)
 
-    def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str) -> AgreedBatch:
+    def _decide(self, reported: ReportedCall, everyone: Rows, sample: Sample | str, order: Order) -> AgreedBatch:
         """A new kind, with its plan. All ranks of the pipe group call this together, for the same pattern.
 
         1. Make the plan, on all ranks or on none.
@@ -399,7 +441,7 @@ class Agreement:
 
         RunError if a rank has no plan, or a different one; the plan state is then unchanged.
         """
-        pattern = self._pattern(reported, everyone)
+        pattern = self._pattern(reported, everyone, order)
         # 1. The plan. If any rank fails, no rank keeps the plan, so that all ranks capture again in the next call.
         with phase("capture"):
             plans, plan = plan_together(self._transport, ("pipe",), partial(self.plans.plan, pattern, sample))
@@ -416,18 +458,20 @@ class Agreement:
                 "them: each has all of it, and a group would have it several times; see batch_dim=, or write "
                 "microbatches=1"
             )
-        self._check_required(plan, reported.proposals)
+        self._check_required(plan, reported.proposals, order)
         # 4. The row dimensions for joining gathered values, and the layouts of messages.
         has_loss = pattern.with_loss or self._options.loss_fn is None
         joins = plan.graph.gathers and (len(reported.batch.sizes) > 1 or self._transport.data_size > 1)
         self.plans, places = self.plans.with_row_places(plan, pattern) if joins else (self.plans, {})
-        layouts = self._layouts_of(plan, pattern, reported)
-        return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts)
+        layouts = self._layouts_of(plan, pattern, reported, order)
+        return AgreedBatch(next(self._kinds), pattern, plan, reported, places, has_loss, layouts, order=order)
 
-    def _check_required(self, plan: Plan, proposals: Sequence[Proposal]) -> None:
+    def _check_required(self, plan: Plan, proposals: Sequence[Proposal], order: Order) -> None:
         """RunError for an input that a rank's stages read and that the rank was not given."""
         for rank, proposal in enumerate(proposals):
-            for description, graph in zip(proposal.given, plan.graphs, strict=False):  # the batch, or each micro-batch
+            # the batch, or each micro-batch
+            given = proposal.given if proposal.split_evenly else _in_order(proposal.given, order)
+            for description, graph in zip(given, plan.graphs, strict=False):
                 needed = self.required(graph, rank if self._transport.pipe_rank is not None else None, False)
                 present = {name for name, given in description if given.kind != "none"}
                 missing = [name for name in needed if name not in present]
@@ -435,7 +479,7 @@ class Agreement:
                     who = member(self._transport, "pipe", rank)
                     raise RunError(f"{who} needs input {missing[0]!r}, but was given None")
 
-    def _layouts_of(self, plan: Plan, pattern: Pattern, reported: ReportedCall) -> tuple[int, ...]:
+    def _layouts_of(self, plan: Plan, pattern: Pattern, reported: ReportedCall, order: Order) -> tuple[int, ...]:
         """A number for each micro-batch. Equal numbers mean messages of the same shapes, strides and types.
 
         Micro-batches have equal numbers if their stages come from the same capture, the table has their backwards in
@@ -448,7 +492,7 @@ class Agreement:
         # A proposal's digest is no key here: batches with different numbers of rows may have equal micro-batches.
         distinct = list(dict.fromkeys(proposal.given for proposal in proposals))  # most ranks have equal inputs
         who = tuple(distinct.index(proposal.given) for proposal in proposals)
-        parts = [reported.batch.describe_parts(given) for given in distinct]
+        parts = [_in_order(reported.batch.describe_parts(given), order) for given in distinct]
         fixed = replace(pattern.for_any_shape(), given=pattern.given[:1])
         keys = [
             (plan.graph.edges, fixed, reported.batch.is_whole, who, *each)
@@ -472,7 +516,7 @@ class Agreement:
             self.plans = self.plans.only(self.known_plans)
         self._layouts.clear()
         # Of the exchanged proposals, only those of known kinds stay.
-        self._reported = {key: agreed.call for (key, _), agreed in self._settled.items()}
+        self._reported = {key: agreed.call for (key, *_), agreed in self._settled.items()}
 
     @property
     def _are_many(self) -> bool:
@@ -490,8 +534,22 @@ class Agreement:
         self._layouts.clear()
         for key, agreed in self._settled.items():
             _, plan = plans.plan(agreed.pattern)
-            layouts = self._layouts_of(plan, agreed.pattern, agreed.call)
+            layouts = self._layouts_of(plan, agreed.pattern, agreed.call, agreed.order)
             self._settled[key] = replace(agreed, plan=plan, wire_layouts=layouts)
+
+
+def _in_order(items: Sequence[Item], order: Order) -> list[Item]:
+    """An item per micro-batch, in the order of a step."""
+    return [items[microbatch] for microbatch in order]
+
+
+def _alike(proposals: Sequence[Proposal], batch: Batch) -> tuple[int, ...]:
+    """For each micro-batch, the first micro-batch that all ranks describe, and answer forward's questions of, alike."""
+    given = dict.fromkeys(proposal.given for proposal in proposals)  # most ranks have equal inputs
+    parts: list[Sequence[Any]] = [batch.describe_parts(each) for each in given]
+    parts += [proposal.answers for proposal in proposals if proposal.answers]
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(key, number) for number, key in enumerate(zip(*parts, strict=True)))
 
 
 @lru_cache(KINDS)

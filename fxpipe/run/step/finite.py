@@ -36,11 +36,12 @@ class Extremes(StepObserver):
     """The minimum and maximum of each output of a rank's stages in a step: nan or inf if an element is.
 
     Computed on the device; the host does not wait. Unlike a sum, they are finite whenever all elements are finite.
-    ``shares``: each micro-batch's share of the step's weight; outputs without weight are passed over.
+    ``shares``: each micro-batch's share of the step's weight; outputs without weight are passed over. ``order``: each
+    micro-batch's number in the batch.
     """
 
-    def __init__(self, shares: Sequence[float] = ()) -> None:
-        self._shares = shares
+    def __init__(self, shares: Sequence[float], order: Sequence[int]) -> None:
+        self._shares, self._order = shares, order
         self._found: list[tuple[int, int, bool, Sequence[Tensor]]] = []  # stage, micro-batch, whether it is a loss
 
     def on_end(self, action: Action, stage: Stage, made: Sequence[Any]) -> None:
@@ -66,7 +67,7 @@ class Extremes(StepObserver):
     def broken(self, replica: int, rank: int) -> list[Broken]:
         """Returns the outputs that were not finite. Waits for the device."""
         return [
-            Broken(replica, microbatch, stage, is_loss, rank)
+            Broken(replica, self._order[microbatch], stage, is_loss, rank)
             for stage, microbatch, is_loss, ends in self._found
             if not all(math.isfinite(end.item()) for end in ends)
         ]
@@ -106,9 +107,9 @@ class Watch:
         self._last: _FinishedStep | None = None
         self._over = False  # whether the warning was given
 
-    def begin(self, shares: Sequence[float]) -> list[Extremes]:
+    def begin(self, shares: Sequence[float], order: Sequence[int]) -> list[Extremes]:
         """Begins a step. Returns the ``Extremes`` that observes it; none once a warning was given."""
-        self._extremes = [] if self._over else [Extremes(shares)]
+        self._extremes = [] if self._over else [Extremes(shares, order)]
         return self._extremes
 
     def end(self, number: int, loss: Tensor, own: StepLoss, plan: Plan) -> str:

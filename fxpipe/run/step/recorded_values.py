@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,11 +43,14 @@ class RecordedValues(StepObserver):
         self._numbers = {name: (own, numbers[own]) for name, own in first.items()}
         """Each name of a parameter → the first name of the same parameter, and its number in the model."""
 
-    def begin(self, step: int, batches: Sequence[Mapping[str, Any]], graph: StageGraph, sync: bool) -> None:
-        """Begins a step. ``sync``: whether the step sums its gradients."""
+    def begin(
+        self, step: int, batches: Sequence[Mapping[str, Any]], graph: StageGraph, sync: bool, order: Sequence[int]
+    ) -> None:
+        """Begins a step. ``batches``: the inputs of the micro-batches in the order in which they run. ``sync``: whether
+        the step sums its gradients. ``order``: their numbers in the batch, under which values are recorded."""
         self.record_parameters()
-        self._recorder.begin(step, batches)
-        self._crossings, self._sync = graph.crossings, sync
+        self._recorder.begin(step, [batch for _, batch in sorted(zip(order, batches, strict=True), key=itemgetter(0))])
+        self._crossings, self._sync, self._order = graph.crossings, sync, order
 
     def on_start(self, action: Action, stage: Stage, arrived: Sequence[Any]) -> None:
         if action.kind.messages is BACKWARD:
@@ -56,7 +60,7 @@ class RecordedValues(StepObserver):
         if action.kind.messages is FORWARD:
             self._record(VALUE, action, stage, made)
             if stage.returns_result:
-                self._recorder.add(LOSS, LOSS, action.microbatch, 0, read_loss(made[-1]).value)
+                self._recorder.add(LOSS, LOSS, self._order[action.microbatch], 0, read_loss(made[-1]).value)
 
     def on_step(self, part: str) -> None:
         if part == REST and self._sync:
@@ -76,7 +80,7 @@ class RecordedValues(StepObserver):
             if kind == GRADIENT:
                 label, boundary = crossing.gradient or name, crossing.gradient_boundary
             order = action.stage * MOST_OUTPUTS + number
-            self._recorder.add(kind, label, action.microbatch, order, value, boundary, crossing.what)
+            self._recorder.add(kind, label, self._order[action.microbatch], order, value, boundary, crossing.what)
 
     def record_parameters(self) -> None:
         """Records the parameters, which optimizers have stepped since the last recorded call."""

@@ -108,7 +108,8 @@ class _PlanRecord:
 
 
 class _AgreedCall(NamedTuple):
-    """``shares``: each micro-batch's share of the step's weight. ``everyone``: all replicas' facts, once if equal."""
+    """``batches``, ``shares``: each micro-batch's inputs, and its share of the step's weight, in the order in which
+    they run. ``everyone``: all replicas' facts, once if equal."""
 
     agreed: AgreedBatch
     batches: list[dict[str, Any]]
@@ -134,7 +135,7 @@ class Steps:
         self.topology, self.transport, self.rank_state = topology, transport, state
         self.failing, self._exchange = failing, exchange
         self._options, self.module, self._gradients = options, plans.module, state.reducer
-        self.agreement = Agreement(plans, transport)
+        self.agreement = Agreement(plans, transport, state.reducer.meets)
         in_tensor_group = topology.size("tensor") > 1 and transport.pipe_rank is not None
         in_context_group = topology.size("context") > 1 and transport.pipe_rank is not None
         self._items = ItemNumbers(transport, plans.items, in_context_group)
@@ -226,10 +227,10 @@ class Steps:
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
             bound = self._bound(record, agreed, shares)
             if self.values is not None:
-                self.values.begin(self.number, batches, plan.graph, self.sync)
+                self.values.begin(self.number, batches, plan.graph, self.sync, agreed.order)
                 observers.append(self.values)
             sizes = [EdgeSizes()] if is_new and not record.is_sized else []
-            observers += [*self.watch.begin(shares), *sizes]
+            observers += [*self.watch.begin(shares, agreed.order), *sizes]
             step = self._input(call, is_new, observers)
             self._effects.begin()
             passed("preparing")
@@ -254,8 +255,9 @@ class Steps:
             broken = self.watch.end(self.number, outcome.loss, result.loss, plan)
             passed(REST)
             self._trained.add(agreed.kind)
-            self.microbatch_losses = dict(sorted(result.loss.own.items()))
-            self.recorder.keep(self.number, plan.schedule)
+            losses = {agreed.order[position]: loss for position, loss in result.loss.own.items()}
+            self.microbatch_losses = dict(sorted(losses.items()))
+            self.recorder.keep(self.number, plan.schedule, agreed.order)
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
             raise RunError(f"{broken}. No optimizer has stepped; zero_grad() drops the gradients, and one can go on")
@@ -327,6 +329,8 @@ class Steps:
                 agreed = self.agreement.settle(proposal, inputs)
                 batches = agreed.call.batch.split(inputs)
                 weights = weights_of(self.transport, agreed, self._options.loss_weight, batches)
+                batches = [batches[number] for number in agreed.order]
+                weights = [weights[number] for number in agreed.order]
             except PeerLost:
                 raise
             except FxpipeError as error:  # the whole pipe group raises it, and the other replicas must not wait
@@ -406,7 +410,8 @@ class Steps:
             counted,
             shares,
             GroupInputs(self.transport, self._options.batch_dim, agreed.sizes, is_cut, places, agreed.replica_rows),
-            lambda stage, microbatch: seed_of(self.seed, number, stage, microbatch, replica),
+            lambda stage, position: seed_of(self.seed, number, stage, agreed.order[position], replica),
+            agreed.order,
             number,
             self._per_item(agreed.plan, counted, shares) if agreed.pattern.training else None,
             proves,
