@@ -1,32 +1,47 @@
-"""What micro-batches of different costs cost a pipeline, by simulation: their order, and more of them in flight.
+"""What micro-batches of different costs cost a pipeline: their order, and more of them in flight.
 
-    python examples/benchmarks/uneven_microbatches.py               # a few seconds
+    python examples/benchmarks/uneven_microbatches.py               # by simulation, a few seconds
+    python examples/benchmarks/uneven_microbatches.py --processes   # in 6 processes, two minutes
 
 Two encoders, of images and of sound, feed a language model, with a stage on each rank. A sample has 0 to 8 images, 0 to
 2 pieces of sound, and text of a log-normal length; or all three are spread more widely. Each stage takes the same time
 in the mean: an F of 1, and a B of 2. Prints, for the mean of 10 batches, the makespan and how many times as fast it is
 as ``1f1b`` on samples as they come.
+
+With ``--processes`` the stages sleep for these times, in 6 processes with 32 micro-batches of 2 samples, spread widely.
+The ways take turns on the same batches. Prints the seconds of a step on the slowest rank, and the simulated times.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import random
+import statistics
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from tabulate import tabulate
+from torch import Tensor, nn
 
-from fxpipe.schedules import build, pyramid
+import fxpipe
+from fxpipe.schedules import Costs, build, pyramid
 
 IMAGES, LOGNORMAL = SPREADS = ("images 0 to 8", "log-normal, widely")
-SIZES = {4: (16, 4), 8: (32, 2)}
+SIZES = {4: (16, 4), 6: (32, 2), 8: (32, 2)}
 """Ranks → micro-batches, and samples in each."""
-CHAINS = {4: ([0], [1], [2, 3]), 8: ([0, 1], [2], [3, 4, 5, 6, 7])}
+CHAINS = {4: ([0], [1], [2, 3]), 6: ([0], [1], [2, 3, 4, 5]), 8: ([0, 1], [2], [3, 4, 5, 6, 7])}
 """Ranks → the stages of the image encoder, of the sound encoder, and of the language model."""
 IN_ORDER, DEEPER, BOTH, BOUND = ROWS = ("in order", "2x in flight", "in order, 2x in flight", "lower bound")
 AS_THEY_COME = "as samples come"
+OFFLOADED = "in order, 2x in flight, offloaded"
+UNIT = 0.02
+"""The seconds of a mean F in a process."""
 
 Sample = tuple[float, float, float]
 """The work of a sample at the image encoder, the sound encoder and the language model."""
@@ -85,12 +100,122 @@ def makespans(ranks: int, spread: str, count: int = 10, seed: int = 1) -> dict[s
     return {way: fmean(each) for way, each in times.items()}
 
 
+# --- in processes ---
+
+
+class Works(torch.autograd.Function):
+    """The identity, which sleeps for the work of a micro-batch, and for twice as long in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, work: Tensor) -> Tensor:
+        ctx.seconds = UNIT * work.abs().sum().item()
+        time.sleep(ctx.seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x: Tensor, work: Tensor) -> Tensor:
+        return Works.apply(x * self.scale, work)
+
+
+class Model(nn.Module):
+    """Two encoders and a language model of four stages. A row of ``work`` has the work of a sample at the three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.sound = Stage(), Stage()
+        self.language = nn.ModuleList(Stage() for _ in range(4))
+
+    def forward(self, work: Tensor) -> Tensor:
+        images, sound, language = work.unbind(1)
+        x = images.new_ones(len(work), 256)
+        h = fxpipe.stage_boundary(self.images(x, images)) + fxpipe.stage_boundary(self.sound(x, sound))
+        for number, stage in enumerate(self.language):
+            h = stage(fxpipe.stage_boundary(h) if number else h, language)
+        return h.square().mean()
+
+
+def cost(work: Tensor) -> float:
+    """The work of a micro-batch at the six stages, each of which has the same mean."""
+    images, sound, language = work.sum(0).tolist()
+    return images + sound + 4 * language
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    AS_THEY_COME: {},
+    IN_ORDER: {"microbatch_cost": cost},
+    DEEPER: {"in_flight": "2x"},
+    BOTH: {"microbatch_cost": cost, "in_flight": "2x"},
+    OFFLOADED: {"microbatch_cost": cost, "in_flight": "2x", "offload": True},
+}
+
+
+def in_processes(rounds: int, seed: int) -> None:
+    """Prints a row for each way, on the first rank."""
+    fxpipe.init()
+    microbatches, size = SIZES[6]
+    topology, steps = fxpipe.Topology([("pipe", 6)]), dict[str, Any]()
+    for way, options in WAYS.items():
+        example = torch.full((microbatches * size, 3), 1e-3)
+        hardware = fxpipe.Hardware(flops=1e12, host_link=1e12)
+        options = {"microbatches": microbatches, "hardware": hardware, "example_args": (example,), **options}
+        steps[way] = fxpipe.compile(Model(), topology, tracer=fxpipe.Tracing("record", check=False), **options)
+    planned: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number, forward in enumerate(batches(6, LOGNORMAL, rounds + 1, seed)):
+        work = torch.tensor([forward[kind] for kind in (0, 1, 2)], dtype=torch.float64).t()
+        rows = (work / size).repeat_interleave(size, 0)
+        for way, step in steps.items():
+            order = (
+                pyramid(list(map(cost, rows.split(size)))) if "microbatch_cost" in WAYS[way] else range(microbatches)
+            )
+            times = [[UNIT * row[number] for number in order] for row in forward]
+            plan = step.schedule.simulate(Costs.of(6, times, copy=0))  # activations are small, and on the host anyway
+            dist.barrier()
+            start = time.perf_counter()
+            step(rows)
+            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if number:  # the first round warms up
+                seconds[way].append(slowest.item())
+                planned[way].append(plan.makespan)
+    if dist.get_rank() == 0:
+        medians = {way: statistics.median(each) for way, each in seconds.items()}
+        figures = [
+            [
+                way,
+                f"{medians[way]:.2f}",
+                f"×{statistics.median(map(operator.truediv, seconds[AS_THEY_COME], each)):.2f}",
+                f"{statistics.median(planned[way]):.2f}",
+                f"×{statistics.median(map(operator.truediv, planned[AS_THEY_COME], planned[way])):.2f}",
+                " ".join(map(str, steps[way].schedule.simulate().peak_in_flight)),
+            ]
+            for way, each in seconds.items()
+        ]
+        headers = ["", "seconds", "", "simulated", "", "most in flight, by stage"]
+        print(f"medians of {rounds} batches, in turns")
+        print(tabulate(figures, headers, disable_numparse=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=10, help="how many; 10")
     parser.add_argument("--seed", type=int, default=1, help="of the samples; 1")
+    parser.add_argument("--processes", action="store_true", help="run 6 processes whose stages sleep")
     arguments = parser.parse_args()
-    columns = [(ranks, spread) for ranks in SIZES for spread in SPREADS]
+    if arguments.processes:
+        fxpipe.launch(in_processes, 6, arguments.batches, arguments.seed)
+        return
+    columns = [(ranks, spread) for ranks in (4, 8) for spread in SPREADS]
     found = [makespans(ranks, spread, arguments.batches, arguments.seed) for ranks, spread in columns]
     headers = ["", *[f"{ranks} ranks, {SIZES[ranks][0]} micro-batches, {spread}" for ranks, spread in columns]]
     rows = [[way, *[f"{each[way]:.1f} ×{each[AS_THEY_COME] / each[way]:.2f}" for each in found]] for way in found[0]]

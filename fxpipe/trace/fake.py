@@ -22,7 +22,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -154,14 +154,16 @@ def _empty_caches() -> None:
 
 
 def _caches(module: ModuleType) -> list[Any]:
-    """The ``functools.lru_cache`` objects among a module's values and in its classes; searched again only if the
-    module's values have changed."""
+    """The ``functools.lru_cache`` objects among a module's values, in its classes, and in the closures of functions,
+    as a decorator makes; searched again only if the module's values have changed."""
     values = [*vars(module).values()]
     ids = [*map(id, values)]
     # a search of every class takes longer than the capture of a small model
     if _FOUND.get(module, ((), ()))[0] != ids:
         for cls in [value for value in values if isinstance(value, type)]:
-            values += vars(cls).values()
+            values += [getattr(value, "__func__", value) for value in vars(cls).values()]
+        for function in [value for value in values if isinstance(value, FunctionType) and value.__closure__]:
+            values += gc.get_referents(*function.__closure__)
         _FOUND[module] = ids, [*filter(_CACHE.__instancecheck__, values)]
     return _FOUND[module][1]
 
