@@ -161,9 +161,10 @@ def _caches(module: ModuleType) -> list[Any]:
     # a search of every class takes longer than the capture of a small model
     if _FOUND.get(module, ((), ()))[0] != ids:
         for cls in [value for value in values if isinstance(value, type)]:
-            values += [getattr(value, "__func__", value) for value in vars(cls).values()]
-        for function in [value for value in values if isinstance(value, FunctionType) and value.__closure__]:
-            values += gc.get_referents(*function.__closure__)
+            values += vars(cls).values()
+        values += [value.__func__ for value in values if isinstance(value, staticmethod | classmethod)]
+        cells = [value.__closure__ or () for value in values if isinstance(value, FunctionType)]
+        values += gc.get_referents(*chain(*cells))
         _FOUND[module] = ids, [*filter(_CACHE.__instancecheck__, values)]
     return _FOUND[module][1]
 
