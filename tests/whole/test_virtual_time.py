@@ -57,8 +57,11 @@ FEW = [
     towers("1f1b", 1, 0.5, 0.3),
     towers("store_all", 1, 0.5, 3, gather="batch"),
     with_skips(5),
+    on_a_chain("1f1b", ALIKE, 8, rows=(3, 1, 6, 2, 9, 1, 4, 2), in_flight="2x"),
 ]
 ALL = [
+    *(on_a_chain(name, ALIKE, 8, rows=(5, 1, 2, 8, 1, 1, 4, 3)) for name in ("gpipe", "1f1b", "greedy")),
+    towers("1f1b", 1, 0.5, 0.3, rows=(2, 7, 1, 1, 4, 3), in_flight="2x"),
     *(on_a_chain(name, ALIKE, m) for name in ("gpipe", "1f1b", "zb_h1", "greedy") for m in (4, 16)),
     *(on_a_chain(name, (1, 0.1, 1, 0.1)) for name in ("gpipe", "1f1b", "zb_h1", "greedy")),
     on_a_chain("interleaved_1f1b", ALIKE * 2, 8),
