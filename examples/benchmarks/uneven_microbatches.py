@@ -2,6 +2,7 @@
 
     python examples/benchmarks/uneven_microbatches.py               # by simulation, a few seconds
     python examples/benchmarks/uneven_microbatches.py --processes   # in 6 processes, two minutes
+    python examples/benchmarks/uneven_microbatches.py --models      # LLaVA and Llama in 2 processes, two minutes
 
 Two encoders, of images and of sound, feed a language model, with a stage on each rank. A sample has 0 to 8 images, 0 to
 2 pieces of sound, and text of a log-normal length; or all three are spread more widely. Each stage takes the same time
@@ -10,6 +11,10 @@ as ``1f1b`` on samples as they come.
 
 With ``--processes`` the stages sleep for these times, in 6 processes with 32 micro-batches of 2 samples, spread widely.
 The ways take turns on the same batches. Prints the seconds of a step on the slowest rank, and the simulated times.
+
+With ``--models`` transformers' models train on 2 processes: LLaVA on samples of 0 to 3 images, and Llama on texts of
+log-normal lengths, packed two to a row. Both ways begin with the same weights and take the same batches in turns.
+Prints the seconds of a step, the part of the step in which a rank waits, and how far the losses are apart.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ import argparse
 import operator
 import random
 import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -206,12 +213,106 @@ def in_processes(rounds: int, seed: int) -> None:
         print(tabulate(figures, headers, disable_numparse=True))
 
 
+# --- transformers' models ---
+
+Microbatches = list[dict[str, Tensor]]
+
+
+def llama_of_packed_texts(
+    generator: random.Random,
+) -> tuple[nn.Module, Callable[[], Microbatches], Callable[..., float]]:
+    """A model, a function that draws a batch of 12 micro-batches, and what a micro-batch costs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 512}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=6, max_position_embeddings=2048, use_cache=False))
+
+    def texts() -> dict[str, Tensor]:
+        lengths = [min(2048, 16 + int(96 * generator.lognormvariate(0, 1))) for _ in range(2)]
+        ids = torch.randint(512, (1, sum(lengths)))
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+    return model, lambda: [texts() for _ in range(12)], lambda input_ids, *others: input_ids.numel()
+
+
+def llava_of_images(generator: random.Random) -> tuple[nn.Module, Callable[[], Microbatches], Callable[..., float]]:
+    """As ``llama_of_packed_texts``. Micro-batches have 2 samples, in the order in which they are drawn."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    import train_vlm
+
+    (images, digits), _ = train_vlm.load_pictures()
+
+    def samples() -> dict[str, Tensor]:
+        counts = [generator.randint(1, 3), generator.randint(0, 3)]  # the tower refuses a batch of no images
+        drawn = [generator.sample(range(len(digits)), count) for count in counts]
+        return train_vlm.collate([train_vlm.sample(images[each], digits[each]) for each in drawn])
+
+    def cost(*inputs: Any) -> float:
+        return sum(len(value) for value in inputs if isinstance(value, Tensor) and value.dim() == 4)
+
+    return train_vlm.llava(lora=False), lambda: [samples() for _ in range(12)], cost
+
+
+MODELS = {"Llama, packed": llama_of_packed_texts, "LLaVA, 0 to 3 images": llava_of_images}
+
+
+def on_models(rounds: int, seed: int) -> None:
+    """Prints two rows for each model, on the first rank."""
+    torch.set_num_threads(1)
+    fxpipe.init()
+    topology, rows = fxpipe.Topology([("pipe", 2)]), list[Any]()
+    for name, make in MODELS.items():
+        steps, losses = dict[str, Any](), dict[str, list[float]]()
+        for way in (AS_THEY_COME, BOTH):
+            torch.manual_seed(seed)
+            model, draw, microbatch_cost = make(random.Random(seed))
+            options = {} if way == AS_THEY_COME else {"microbatch_cost": microbatch_cost, "in_flight": "2x"}
+            options |= {"boundaries": "auto", "batch_dim": {"pixel_values": None}, "example_kwargs": draw()[0]}
+            steps[way] = fxpipe.compile(model, topology, microbatches=12, **options)
+            optimizer = steps[way].optimizer(torch.optim.SGD, lr=0.05)
+            steps[way].record_timeline()
+            losses[way] = []
+            steps[way] = steps[way], optimizer
+        torch.manual_seed(seed)
+        batches = [draw() for _ in range(rounds + 2)]
+        seconds: dict[str, list[float]] = {way: [] for way in steps}
+        waits: dict[str, list[float]] = {way: [] for way in steps}
+        for number, batch in enumerate(batches):
+            for way, (step, optimizer) in steps.items():
+                optimizer.zero_grad()
+                dist.barrier()
+                start = time.perf_counter()
+                loss = step.step_microbatches([((), inputs) for inputs in batch])
+                slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                optimizer.step()
+                losses[way].append(loss.item())
+                spent = step.timeline().spent
+                if number > 1:  # the first rounds capture
+                    seconds[way].append(slowest.item())
+                    waits[way].append(fmean(each.seconds["waiting"] / each.wall for each in spent))
+        apart = max(abs(a - b) / a for a, b in zip(*losses.values(), strict=True))
+        for way, each in seconds.items():
+            ratio = statistics.median(map(operator.truediv, seconds[AS_THEY_COME], each))
+            wait = f"{statistics.median(waits[way]):.0%}"
+            rows.append([name, way, f"{statistics.median(each):.3f}", f"×{ratio:.2f}", wait, f"{apart:.0e}"])
+    if dist.get_rank() == 0:
+        headers = ["", "", "seconds", "", "waiting", "losses apart"]
+        print(f"medians of {rounds} batches, in turns")
+        print(tabulate(rows, headers, disable_numparse=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=10, help="how many; 10")
     parser.add_argument("--seed", type=int, default=1, help="of the samples; 1")
+    parser.add_argument("--models", action="store_true", help="train transformers' models in 2 processes")
     parser.add_argument("--processes", action="store_true", help="run 6 processes whose stages sleep")
     arguments = parser.parse_args()
+    if arguments.models:
+        fxpipe.launch(on_models, 2, arguments.batches, arguments.seed)
+        return
     if arguments.processes:
         fxpipe.launch(in_processes, 6, arguments.batches, arguments.seed)
         return
