@@ -36,7 +36,6 @@ from tests.harness import (
 from tests.models import CASES, RANDOM, Case, Inputs
 from tests.pool import Pool
 from tests.random_models import WIDTH, RandomModel
-from tests.thinned import ALL
 from tests.whole.test_random_models import drawn
 
 LONG = pytest.mark.long
@@ -107,7 +106,7 @@ def test_a_micro_batch_without_weight_runs_in_its_turn(name: str, engines: Engin
     assert_run(runs, reference(ordered(case), [batch])[0], 1e-12)
 
 
-@pytest.mark.parametrize("part", range(50 if ALL else 10))
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[LONG] * (part > 9)) for part in range(50)])
 def test_random_batches_of_random_models_on_random_placements(part: int) -> None:
     """20 batches of each, with micro-batches of 1 to 4 rows."""
     draw = drawn(part)
