@@ -15,7 +15,7 @@ import itertools
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from typing import Any, cast
 
 from tabulate import tabulate
 
+from fxpipe import __version__
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, ScheduleError, nearest, printable
-from fxpipe.schedules import SCHEDULES, ScheduleName, build
+from fxpipe.schedules import SCHEDULES, ScheduleName, build, placement_for
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import GATHERED
 from fxpipe.schedules.families.zero_bubble import folded
@@ -45,6 +46,8 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
     ``--stages`` stages or as many as ``--placement`` has."""
     if args.edges is None and args.stages is None and args.placement is None:
         args.parser.error("which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4")
+    if args.ranks is not None and args.placement is not None:
+        args.parser.error("--placement says itself how many ranks there are; leave --ranks out")
     # Stages are numbered from 0, so the largest number in the options gives the least number of stages.
     mentioned = 1 + max((stage for edge in args.edges or () for stage in edge), default=0)
     stages = args.stages if args.stages is not None else max(mentioned, len(args.placement or ()))
@@ -56,7 +59,7 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
         cast(ScheduleName, family),
         tuple(itertools.pairwise(range(stages))) if args.edges is None else args.edges,
         MICROBATCHES if args.microbatches is None else args.microbatches,
-        args.placement,
+        args.placement if args.ranks is None else _on_ranks(args, family, stages),
         stages,
         costs=_costs(args, stages),
         in_flight=args.in_flight,
@@ -66,6 +69,13 @@ def _planned(args: argparse.Namespace, family: str) -> Timeline:
         recompute=args.recompute and [stage in args.recompute for stage in range(stages)],
         offload=args.offload and [stage in args.offload for stage in range(stages)],
     ).planned()
+
+
+def _on_ranks(args: argparse.Namespace, family: str, stages: int) -> tuple[int, ...]:
+    """The rank of each stage: as the family's form has it, or else neighbours together, as many on each rank."""
+    if not 0 < args.ranks <= stages:
+        args.parser.error(f"--ranks {args.ranks} of {stages} stages; each rank has a stage or more")
+    return placement_for(family, stages, args.ranks) or tuple(stage * args.ranks // stages for stage in range(stages))
 
 
 def _costs(args: argparse.Namespace, stages: int) -> Costs:
@@ -81,7 +91,7 @@ def _show(args: argparse.Namespace) -> None:
 
     examples:
       python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 8
-      python -m fxpipe show interleaved_1f1b --stages 8 --placement 0,1,2,3,0,1,2,3 --comm 0.1
+      python -m fxpipe show interleaved_1f1b --stages 8 --ranks 4 --comm 0.1
       python -m fxpipe show 1f1b --edges 0-1,1-4,2-3,3-4 -m 16 --gather 4:4 --svg gathered.svg
       python -m fxpipe show 1f1b --stages 4 --csv mine.csv      # then edit it, and
       python -m fxpipe show mine.csv --full
@@ -89,11 +99,15 @@ def _show(args: argparse.Namespace) -> None:
     if args.communication and args.csv is None:
         args.parser.error("--communication says how to write a file; add --csv PATH")
     timeline = _read(args, args.what) if _is_file(args.what) else _planned(args, args.what)
-    if args.csv is not None:
-        timeline.schedule.to_csv(args.csv, communication=args.communication)
-    for path, write in ((args.svg, timeline.to_svg), (args.html, timeline.to_html), (args.trace, timeline.to_trace)):
-        if path is not None:
-            write(path)
+    writers: dict[str, Callable[[str], None]] = {
+        "csv": partial(timeline.schedule.to_csv, communication=args.communication),
+        "svg": timeline.to_svg,
+        "html": timeline.to_html,
+        "trace": timeline.to_trace,
+    }
+    for kind, write in writers.items():
+        if (path := getattr(args, kind)) is not None:
+            write(path or f"{Path(args.what).stem}.{'json' if kind == 'trace' else kind}")
     print(table(timeline.schedule, lambda: timeline, full=args.full))
 
 
@@ -103,7 +117,7 @@ def _is_file(what: str) -> bool:
 
 def _read(args: argparse.Namespace, path: str) -> Timeline:
     """The timeline of a file's table; raises unless the table verifies."""
-    for option in "stages placement microbatches in-flight memory gather recompute offload gather-cost".split():
+    for option in "stages ranks placement microbatches in-flight memory gather recompute offload gather-cost".split():
         if getattr(args, option.replace("-", "_")) is not None:
             args.parser.error(f"--{option} is for the families, which make a table; {path} has one")
     schedule = Schedule.from_csv(path, args.edges)
@@ -379,7 +393,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    whole.add_argument("--version", action="version", version=f"fxpipe {__version__}")
+    whole.set_defaults(run=lambda args: whole.print_help())
+    commands = whole.add_subparsers(metavar="COMMAND")
     for name, run, add_arguments in (
         ("show", _show, _add_show),
         ("compare", _compare, _add_compare),
@@ -409,11 +425,14 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_costs(parser)
     add = parser.add_argument_group("output").add_argument
     add("--full", action="store_true", help="the whole table, however wide it is")
-    add("--csv", metavar="PATH", help="write the table, in torch.distributed.pipelining's cells")
     add("--communication", action="store_true", help="with --csv: sends and receives, too")
-    add("--svg", metavar="PATH", help="write a picture to scale")
-    add("--html", metavar="PATH", help="write the picture as a page")
-    add("--trace", metavar="PATH", help="write a trace for Perfetto or chrome://tracing")
+    for option, what in (
+        ("--csv", "the table, in torch.distributed.pipelining's cells"),
+        ("--svg", "a picture to scale"),
+        ("--html", "the picture as a page"),
+        ("--trace", "a trace for Perfetto or chrome://tracing"),
+    ):
+        add(option, nargs="?", const="", metavar="PATH", help=f"write {what}; without PATH, under the family's name")
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -470,6 +489,7 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
     add("--edges", type=edges, metavar="A-B,…", help="the stage graph, as in 0-1,1-4,2-3,3-4")
     add("--stages", type=int, metavar="N", help="how many; without --edges they are a chain")
     add("-m", "--microbatches", type=int, metavar="N", help=f"how many micro-batches; {MICROBATCHES}")
+    add("--ranks", type=int, metavar="N", help="how many; as many as stages")
     add("--placement", type=placement, metavar="R,…", help="each stage's rank, as in 0,1,0,1, or its ranks, 0+1,0,1")
     add("--gather", type=groups, metavar="S[:K],…", help="stage S runs once for K micro-batches, or for all of them")
     add("--recompute", type=whole_numbers, metavar="S,…", help="stages that run their forward again for their backward")

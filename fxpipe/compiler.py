@@ -88,7 +88,8 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
             split), ``fxpipe.Packed`` (rows of another number), ``fxpipe.Offsets`` (packed sequences), or such a dict
             for a dict input. Other inputs: 0. All rules: examples/inputs.md.
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight. None: its rows.
-        schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, or a ``Schedule``.
+        schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, a ``Schedule``, or the path of its
+            table, "table.csv". Names and classes of torch.distributed.pipelining that mean the same will do.
         in_flight: the most micro-batches that the table holds at a stage: a number, one for each stage, or "2x" (twice
             as many as without the option). Micro-batches of different costs then wait less for each other, and
             ``offload`` keeps them out of the device's memory. See examples/schedules_uneven.md.

@@ -23,7 +23,7 @@ from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
 from fxpipe.parameters.weights import Weights
 from fxpipe.policies import CHECKS, LEVEL, Checks, TracerName, Tracing, Zero, ZeroLevel
 from fxpipe.precision import Precision
-from fxpipe.schedules import Family, ScheduleName, with_costs
+from fxpipe.schedules import Family, ScheduleName, named, with_costs
 from fxpipe.schedules.families.limits import InFlight
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.trace.cuts.cuts_by_name import Boundaries
@@ -96,6 +96,7 @@ class Options:
                     f'hardware="h100", hardware=fxpipe.Hardware(memory=40e9), in bytes, or {option}=True'
                 )
         self._check_both()
+        object.__setattr__(self, "schedule", _schedule_of(self.schedule))
         if self.in_flight is not None or self.microbatch_cost is not None:
             family = self._family()
             if self.in_flight is not None:
@@ -190,6 +191,13 @@ class Options:
                 "stage_compiler= and parallelize= both replace what a stage runs; call module.compile() on the parts "
                 "of the stage in parallelize"
             )
+
+
+def _schedule_of(given: Any) -> Any:
+    """A schedule under its name in ``SCHEDULES``, or the table of a file."""
+    if isinstance(given, str) and given.lower().endswith(".csv"):
+        return Schedule.from_csv(given)
+    return named(given)
 
 
 def taking(arguments: Callable[P, Arguments]) -> Callable[[Callable[[Arguments], Result]], Callable[P, Result]]:

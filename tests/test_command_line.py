@@ -124,6 +124,19 @@ def test_stages_without_edges_are_a_chain_and_a_placement_says_how_many(called: 
     assert printed(called("show", "1f1b", "--placement", "0,1,0,1")) == by_stages == by_edges
 
 
+@pytest.mark.parametrize(
+    ("family", "placement"), [("1f1b", "0,0,1,1"), ("interleaved_1f1b", "0,1,0,1"), ("zb_v", "0,1,1,0")]
+)
+def test_a_number_of_ranks_will_do(family: str, placement: str, called: Run) -> None:
+    wanted = printed(called("show", family, "--stages", "4", "--placement", placement))
+    assert printed(called("show", family, "--stages", "4", "--ranks", "2")) == wanted
+
+
+def test_without_a_command_it_prints_its_help(called: Run) -> None:
+    assert "show      print a schedule's table and figures" in printed(called())
+    assert printed(called("--version")) == f"fxpipe {fxpipe.__version__}\n"
+
+
 def test_limits_are_kept_by_the_family_that_looks_at_them(called: Run) -> None:
     """1 in flight: one micro-batch after another, each p(F + B)."""
     greedy = "show", "greedy", "--stages", "3", "-m", "2"
@@ -146,7 +159,11 @@ def test_a_table_that_was_written_is_shown_again(run: Run, tmp_path: Path) -> No
 def test_pictures_and_traces_are_written(option: str, beginning: str, called: Run, tmp_path: Path) -> None:
     first = printed(called("show", "1f1b", "--stages", "3"))
     assert printed(called("show", "1f1b", "--stages", "3", option, "picture")) == first
-    assert beginning in (tmp_path / "picture").read_text(encoding="utf-8")[:200].lower()
+    written = (tmp_path / "picture").read_text(encoding="utf-8")
+    assert beginning in written[:200].lower()
+    assert printed(called("show", "1f1b", "--stages", "3", option)) == first
+    (named,) = tmp_path.glob("1f1b.*")
+    assert named.read_text(encoding="utf-8") == written
 
 
 # --- compare ---
@@ -456,7 +473,6 @@ def test_a_memory_on_the_command_line_goes_ahead_of_that_of_the_hardware(words: 
 
 FOUR, WORKED_EXAMPLE = ("--stages", "4"), ("show", "1f1b", *EDGES, "-m", "8")
 USAGE: dict[str, Sequence[str]] = {
-    "COMMAND": (),
     "FAMILY_OR_CSV": ("show",),
     "which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4": ("show", "1f1b"),
     "--comm-cost": ("show", "1f1b", *FOUR, "--comm-cost", "1"),
@@ -467,6 +483,8 @@ USAGE: dict[str, Sequence[str]] = {
     "--microbatches is for the families": ("show", "good.csv", "-m", "4"),
     "'pipe' has no names and sizes; write pipe=2,data=4": ("topology", "pipe"),
     "--recompute names stage 5; they are 0 to 4": (*WORKED_EXAMPLE, "--recompute", "5"),
+    "--ranks 5 of 4 stages": ("show", "1f1b", *FOUR, "--ranks", "5"),
+    "leave --ranks out": ("show", "1f1b", *FOUR, "--ranks", "2", "--placement", "0,0,1,1"),
     "write checkpoint export PATH OUT": ("checkpoint", "export", "run"),
     "the others take PATH alone": ("checkpoint", "verify", "run", "out"),
     "invalid choice: 'draw'": ("checkpoint", "draw", "run"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from fxpipe.errors import ScheduleError, nearest
 from fxpipe.graph.ranks import as_placement
@@ -42,6 +43,33 @@ SCHEDULES: Mapping[ScheduleName, Family] = MappingProxyType(
 )
 """Name → family. Each family takes any stage graph and placement, except ``store_all``, ``group_interleaved`` and
 ``cached``, which need a gathered stage, and ``zb_v`` and ``v_min``, which need a chain on a placement that folds."""
+
+TORCH_NAMES: Mapping[str, ScheduleName] = MappingProxyType(
+    {"interleaved1f1b": "interleaved_1f1b", "zbvzerobubble": "zb_v"}
+)
+"""The names in torch.distributed.pipelining, in lower case → the families that make the same tables."""
+_UNLIKE = {
+    "interleavedzerobubble": '; write "zb_h1", with a stage on each rank, or "zb_v", with two',
+    "loopedbfs": '; write "gpipe", with several stages on each rank',
+    "dualpipev": "; a table of it in a file can run: schedule=fxpipe.Schedule.from_csv(path)",
+}
+"""More of these names → what comes closest, for the end of a message."""
+
+
+def named(family: Any) -> Any:
+    """The name in ``SCHEDULES`` of a family that is named as in torch.distributed.pipelining, by its class
+    ``Schedule1F1B``, or in another spelling, "Interleaved-1F1B"; anything else unchanged.
+
+    >>> named("ZBVZeroBubble"), named("GPipe"), named("mine")
+    ('zb_v', 'gpipe', 'mine')
+    """
+    if isinstance(family, type) and family.__module__.startswith("torch."):
+        family = family.__name__.removeprefix("Schedule")
+    if not isinstance(family, str):
+        return family
+    key = family.casefold().replace("-", "_")
+    key = TORCH_NAMES.get(key, key)
+    return key if key in SCHEDULES else family
 
 
 def build(
@@ -184,7 +212,7 @@ def make_table(
 def placement_for(family: object, stages: int, ranks: int) -> tuple[int, ...] | None:
     """Returns the rank of each stage, in topological order, that a family's form needs; None for any other family, or
     number of stages. ``interleaved_1f1b`` goes round the ranks, ``zb_v`` and ``v_min`` fold a chain over them."""
-    family = family.family if isinstance(family, Limited) else SCHEDULES.get(family)  # type: ignore[call-overload]
+    family = family.family if isinstance(family, Limited) else SCHEDULES.get(named(family))
     if family is interleaved_1f1b and stages > ranks:
         return tuple(stage % ranks for stage in range(stages))
     return folded(ranks) if family in FOLDING and stages == 2 * ranks else None
@@ -199,7 +227,8 @@ def with_costs(
     """Returns the family with these costs and limits, for ``compile(schedule=...)``; its name does not change.
 
     Args:
-        family: a name out of ``SCHEDULES``, or a function of the same kind.
+        family: a name out of ``SCHEDULES``, a name or class of torch.distributed.pipelining that means the same, or a
+            function of the same kind.
         costs: the costs that the family uses; None: the costs of the problem.
         in_flight: the most micro-batches in flight, one number, one per stage, or "2x"; as in ``build``.
         memory: the most bytes in flight, one number or one per rank; the costs must then have ``activation_bytes``, or
@@ -209,9 +238,11 @@ def with_costs(
         ScheduleError: no family has this name, or a cost or limit is invalid.
     """
     check_given(costs=costs, in_flight=in_flight, memory=memory)
+    family = named(family)
     if isinstance(family, str):
         if family not in SCHEDULES:
-            raise ScheduleError(f"unknown schedule {family!r}{nearest(family, SCHEDULES)}")
+            hint = _UNLIKE.get(family.casefold()) or nearest(family, SCHEDULES)
+            raise ScheduleError(f"unknown schedule {family!r}{hint}")
         return Limited(SCHEDULES[family], family, costs, in_flight, memory)
     if isinstance(family, Limited):
         return Limited(family.family, family.name, costs, in_flight, memory).or_else(family)

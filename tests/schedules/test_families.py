@@ -7,12 +7,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from fxpipe.errors import ScheduleError
+from fxpipe.options import Options
 from fxpipe.schedules import Problem, build
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.costs import Costs
@@ -358,3 +361,46 @@ def named(name: str, function: Any) -> Any:
 def test_a_family_may_yield_its_rows() -> None:
     wanted = build("1f1b", chain(3), 4)
     assert build(lambda problem: (iter(row) for row in wanted.rows), chain(3), 4).rows == wanted.rows
+
+
+# --- names of torch.distributed.pipelining ---
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("Interleaved1F1B", "interleaved_1f1b"),
+        ("interleaved-1f1b", "interleaved_1f1b"),
+        ("ZBVZeroBubble", "zb_v"),
+        (torch_schedules.Schedule1F1B, "1f1b"),
+        (torch_schedules.ScheduleGPipe, "gpipe"),
+        (torch_schedules.ScheduleInterleaved1F1B, "interleaved_1f1b"),
+        (torch_schedules.ScheduleZBVZeroBubble, "zb_v"),
+    ],
+)
+def test_names_and_classes_of_torch_that_mean_the_same_will_do(given: Any, name: str) -> None:
+    edges = [(0, 1), (1, 2), (2, 3)]
+    got, wanted = (build(family, edges, 4, (0, 1, 1, 0)) for family in (given, name))
+    assert (got.rows, got.name) == (wanted.rows, wanted.name)
+    assert Options(schedule=given).schedule == name
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("InterleavedZeroBubble", 'write "zb_h1", with a stage on each rank, or "zb_v", with two'),
+        (torch_schedules.ScheduleInterleavedZeroBubble, 'write "zb_h1", with a stage on each rank'),
+        ("LoopedBFS", 'write "gpipe", with several stages on each rank'),
+        ("DualPipeV", "a table of it in a file can run"),
+    ],
+)
+def test_other_names_of_torch_say_what_comes_closest(given: Any, text: str) -> None:
+    with pytest.raises(ScheduleError, match=f"unknown schedule '.*{text}"):
+        build(given, [(0, 1)], 4)
+
+
+def test_the_path_of_a_table_will_do(tmp_path: Path) -> None:
+    build("gpipe", [(0, 1)], 4).to_csv(tmp_path / "mine.csv")
+    assert Options(schedule=str(tmp_path / "mine.csv")).schedule.rows == build("gpipe", [(0, 1)], 4).rows
