@@ -90,9 +90,9 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
         loss_weight: a function of a micro-batch's inputs in call order that returns its weight. None: its rows.
         schedule: a name out of ``fxpipe.SCHEDULES``, a function of the same kind, a ``Schedule``, or the path of its
             table, "table.csv". Names and classes of torch.distributed.pipelining that mean the same will do.
-        in_flight: the most micro-batches that the table holds at a stage: a number, one for each stage, or "2x" (twice
-            as many as without the option). Micro-batches of different costs then wait less for each other, and
-            ``offload`` keeps them out of the device's memory. See examples/schedules_uneven.md.
+        in_flight: the most micro-batches at a stage: a number, one for each stage, or "2x" (twice as many as without
+            it); micro-batches of different costs then wait less for each other. None, with ``microbatch_cost`` and
+            ``offload="auto"``: up to "2x", as far as memory allows. See examples/schedules_uneven.md.
         microbatch_cost: a function of a micro-batch's inputs in call order that returns what it costs: a number, or a
             dict stage name → number. A step then runs small micro-batches first and last, and the largest in the
             middle. None: in the order of the batch. See examples/schedules_uneven.md.

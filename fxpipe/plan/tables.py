@@ -10,19 +10,21 @@ proven.
    search, or by shapes.
 4. With ``recompute=`` or ``offload=``, the table is made with the stages marked whose activations do not stay until
    their backward. With "auto", ``activations`` decides which stages.
+5. With ``offload="auto"`` and ``microbatch_cost=``, the table holds up to twice as many micro-batches, as far as the
+   memory and the planned makespan allow: micro-batches of different costs then wait less for each other.
 
 Evaluation has a table of its own, without backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.ranks import replicated
+from fxpipe.graph.ranks import ranks_of, replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import AUTO, Options
@@ -43,11 +45,15 @@ from fxpipe.plan.plan import Plan, PlansSoFar
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
+from fxpipe.schedules.families.offload import LONGER
 from fxpipe.schedules.families.solve import worthwhile
-from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
+from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes, peak_in_flight
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.verify import check as check_table
 from fxpipe.search.simulated_layouts import Staged
+
+IN_FLIGHT = (2, 1.75, 1.5, 1.25)
+"""How many times as many micro-batches in flight are tried, beginning with the most."""
 
 
 def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:
@@ -76,7 +82,8 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Sche
     if isinstance(options.schedule, Schedule) and pattern.training:
         return _given(options.schedule, options, graph, pattern.microbatches, tied)
     # 3. a family's table
-    make = partial(_made, _family(plans, graph, pattern), graph, pattern.microbatches, tied)
+    family, of_graph = _family(plans, graph, pattern), (graph, pattern.microbatches, tied)
+    make = partial(_made, family, *of_graph)
     if not pattern.training:
         return make((KEEP,) * len(graph), None)
     # 4. recomputation and offload
@@ -86,8 +93,43 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Sche
     else:
         choice = _choice(plans, graph, pattern, make)
     work = None if AUTO not in (options.recompute, options.offload) else _work(plans, graph, pattern)
-    table = make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
+    memory = options.device.memory or 0.0
+    table = make(choice, None if work is None else rooms_of(choice, make, work, memory))
     _check_host(plans, table)
+    # 5. more in flight
+    if work is None or options.offload != AUTO or options.microbatch_cost is None or family.in_flight is not None:
+        return table
+    return _deepened(
+        plans, work, choice, table, lambda caps: partial(_made, replace(family, in_flight=caps), *of_graph)
+    )
+
+
+def _deepened(
+    plans: PlansSoFar, work: Staged, choice: Choice, table: Schedule, within: Callable[[Sequence[int]], Make]
+) -> Schedule:
+    """The table with most in flight of ``IN_FLIGHT`` that fits the memory and takes at most ``LONGER`` longer than
+    ``table``, which is returned if there is none. ``within``: returns a ``Make`` for the caps of stages."""
+    costs, memory = work.costs_with(marked(choice, AGAIN)), plans.options.device.memory or 0.0
+    longest = table.simulate(costs).makespan * (1 + LONGER)
+    # Only micro-batches that do not fit leave, so every stage may be offloaded.
+    choice = tuple(HOST if mark is KEEP and has else mark for mark, has in zip(choice, table.backward, strict=True))
+    placement = [set(ranks_of(entry)) for entry in table.placement]
+    for factor in IN_FLIGHT:
+        most = [max(int(factor * peak), 1) for peak in peak_in_flight(_without_copies(table))]
+        make, rest = within(most), [memory] * len(table.rows)
+        # At most, all values of a stage that are in flight have a buffer, and a gradient.
+        for (source, target), size in work.messages.items():
+            for rank in placement[source] | placement[target] if placement[source] != placement[target] else ():
+                rest[rank] -= (most[source] + 1) * size
+        try:
+            rooms = rooms_of(choice, make, work, memory)
+            deeper = make(choice, rooms and [room - memory + left for room, left in zip(rooms, rest, strict=True)])
+            _check_host(plans, deeper)
+        except ScheduleError:
+            continue
+        fits = all(peak <= left for peak, left in zip(work.peaks(deeper, costs), rest, strict=True))
+        if fits and deeper.simulate(costs).makespan <= longest:
+            return deeper
     return table
 
 
@@ -201,10 +243,13 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     costs = (lambda flags: None) if work is None else work.costs_with
     none, flags = marked(keep, AGAIN), marked(tuple(marks.values()), AGAIN)
     before, after = without.planned(costs(none)), table.planned(costs(flags))
+    numbers = [peak_in_flight(_without_copies(each)) for each in (without, table)]
+    if numbers[0] != numbers[1]:
+        pairs = zip(graph.names, *numbers, strict=True)
+        lines.append(f"micro-batches in flight: {', '.join(f'{name} {old} → {new}' for name, old, new in pairs)}")
     if work is not None:
         peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
-        pairs = enumerate(zip(*peaks, strict=True))
-        sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in pairs]
+        sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in enumerate(zip(*peaks, strict=True))]
         lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
     if work is not None and plans.options.offload is not False:
         there = (f"rank {rank} {_mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
@@ -217,6 +262,11 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     longer = after.makespan / before.makespan - 1 if before.makespan else 0.0
     lines.append(f"makespan {longer:+.1%}" + (", at costs by shapes" if work is not None else ", at B = 2 F"))
     return "\n".join(lines)
+
+
+def _without_copies(table: Schedule) -> Schedule:
+    """The table in which a micro-batch counts as in flight from its F to its backward, also while it is away."""
+    return replace(table, rows=tuple(tuple(each for each in row if not each.kind.is_optional) for row in table.rows))
 
 
 def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:

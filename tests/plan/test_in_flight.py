@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -13,8 +15,11 @@ import fxpipe
 from fxpipe import Hardware, Preview, ScheduleError, Topology
 from fxpipe.schedules import build
 from tests.graphs import chain
+from tests.plan.test_recomputation import Blocks
+from tests.plan.test_recomputation import preview as blocks_preview
 
 WIDTH, MICROBATCHES = 8, 16
+WIDTHS = (256,) * 4
 
 
 def options(stages: int, **more: Any) -> dict[str, Any]:
@@ -75,7 +80,7 @@ def test_reschedule_keeps_the_limit() -> None:
 @pytest.mark.parametrize(
     ("in_flight", "message"),
     [
-        ("3x", 'in_flight is \'3x\'; it is a whole number, one for each stage, or "2x"'),
+        ("3x", "in_flight is '3x'; it is a whole number, one for each stage, or \"2x\""),
         (True, "in_flight is True; it is a whole number"),
         (0, "at least 1 micro-batch must be in flight"),
         ([8, 6], "in_flight= has 2 entries"),
@@ -94,3 +99,50 @@ def test_a_table_says_itself_what_runs_when(option: Any) -> None:
     message = f"{next(iter(option))}= is for the tables of families, and schedule= is a table"
     with pytest.raises(fxpipe.RunError, match=message):
         preview(schedule=table, **option)
+
+
+# --- offload="auto" makes room for more ---
+
+FAST = Hardware(flops=75e12, flops_16=150e12, bandwidth=1.2e12, link=1e15, link_between=1e15, latency=0, host_link=2e11)
+
+
+def auto(part: float, cost: Any = len, **figures: Any) -> Preview:
+    """A preview whose ranks have this part of the memory that the fullest rank needs without more in flight."""
+    names = blocks_preview(Blocks(WIDTHS)).graph.names
+    given: dict[str, Any] = {"microbatches": MICROBATCHES, "placement": {name: s for s, name in enumerate(names)}}
+    most = max(rank.total for rank in blocks_preview(Blocks(WIDTHS), hardware=FAST, **given).ranks)
+    hardware = dataclasses.replace(FAST, memory=part * most, **figures)
+    return blocks_preview(Blocks(WIDTHS), hardware=hardware, offload="auto", microbatch_cost=cost, **given)
+
+
+def in_flight(schedule: fxpipe.Schedule) -> tuple[int, ...]:
+    """The most micro-batches at each stage between F and B, also while they are on the host."""
+    peaks = []
+    for stage, row in enumerate(schedule.rows):
+        assert {action.stage for action in row} == {stage}
+        changes = [{"F": 1, "B": -1}.get(action.kind.letter, 0) for action in row]
+        peaks.append(max(itertools.accumulate(changes)))
+    return tuple(peaks)
+
+
+@pytest.mark.parametrize(("part", "leaving"), [(1.02, True), (1.4, True), (3, False)])
+def test_offload_auto_holds_twice_as_many_within_the_memory(part: float, leaving: bool) -> None:
+    own, more = auto(part, cost=None), auto(part)
+    assert (in_flight(own.schedule), in_flight(more.schedule)) == ((4, 3, 2, 1), (8, 6, 4, 2))
+    assert bool(more.schedule.dependencies.offloaded) == leaving
+    assert (own.fits, more.fits) == (True, True)
+    assert more.timeline.makespan <= own.timeline.makespan * 1.001
+    assert "micro-batches in flight: blocks.0 4 → 8, block1 3 → 6, block2 2 → 4, block3 1 → 2\n" in str(more)
+    assert "micro-batches in flight" not in str(own)
+
+
+def test_without_the_time_or_the_memory_of_the_host_fewer_are_in_flight() -> None:
+    # 6 of rank 0 fit without copies, and 5 do not fit the smaller memory.
+    for part, link, most in ((1.4, 2e11, 8), (1.4, 5e9, 6), (1.02, 1e8, 4)):
+        own, more = (auto(part, cost, host_link=link) for cost in (None, len))
+        assert in_flight(more.schedule)[0] == most
+        assert more.timeline.makespan <= own.timeline.makespan * 1.001
+    needed = max(rank.host for rank in auto(1.02).ranks)
+    little = auto(1.02, host_memory=4 * needed - 4)
+    assert 4 < in_flight(little.schedule)[0] < 8
+    assert max(rank.host for rank in little.ranks) < needed
