@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ class PreviewArguments(CompileArguments):
 
     topo: Topology
     optimizer: str | Callable[..., torch.optim.Optimizer] = field(default="adamw", kw_only=True)
+    costs: Sequence[Sequence[float | Mapping[str, float]]] | None = field(default=None, kw_only=True)
     shows_nearest = True  # its table says which rank has too much, and of what
 
 
@@ -168,6 +169,10 @@ def preview(given: PreviewArguments) -> Preview:
     or lower case, or a class (``functools.partial(torch.optim.SGD, momentum=0.9)``). Searches within
     the memory of ``hardware`` count AdamW's state, as in ``compile``.
 
+    ``costs`` has, for each of some real batches, a list with the cost of each of its samples: a number, or a dict stage
+    name → number. ``Preview.uneven`` then says how long their steps would take as samples come, dealt by
+    ``fxpipe.deal``, in order, and with more micro-batches in flight. See examples/schedules_uneven.md.
+
     ``parallelize`` gets copies of the stages, and the mesh of ranks that have no processes, so that parameters count as
     it spreads them; it must not read values or wait for other ranks.
 
@@ -195,7 +200,7 @@ def preview(given: PreviewArguments) -> Preview:
     with paused():
         plans = previewed(Plans.empty(model, options, topo, device), options)
         parts = {} if options.parallelize is None else parts_of(plans.first.graph, topo, options.parallelize)
-        return preview_of(plans, stepping, parts)
+        return preview_of(plans, stepping, parts, given.costs)
 
 
 def _with_loss(given: CompileArguments) -> nn.Module | StageGraph:

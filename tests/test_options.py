@@ -35,7 +35,7 @@ def options_of(function: Callable[..., Any]) -> dict[str, Any]:
 def test_compile_and_preview_take_the_options_with_their_defaults_and_in_their_order() -> None:
     assert len(FIELDS) == 23
     assert list(options_of(fxpipe.compile).items()) == list(FIELDS.items())
-    assert list(options_of(fxpipe.preview).items()) == [*FIELDS.items(), ("optimizer", "adamw")]
+    assert list(options_of(fxpipe.preview).items()) == [*FIELDS.items(), ("optimizer", "adamw"), ("costs", None)]
 
 
 @pytest.mark.parametrize(("function", "result"), [(fxpipe.compile, "ForwardBackward"), (fxpipe.preview, "Preview")])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fxpipe.errors import printable
+from fxpipe.forecast.uneven import saving_of
 from fxpipe.graph.ranks import named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
@@ -14,7 +15,7 @@ from fxpipe.plan.plans import WORTH_IT, Plans
 from fxpipe.plan.tables import choose_table
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
-from fxpipe.schedules.schedule import Schedule
+from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.search.block_graph import Block, BlockGraph, BlockValue
 from fxpipe.search.moves import best_change
 from fxpipe.search.node_costs import NodeCost, NodeCosts, ParameterCost
@@ -34,19 +35,23 @@ class Advice:
     saved: float
     """The seconds of a step that the change saves."""
     note: str = ""
+    uneven: str = field(default="", compare=False)
+    """The savings by ``microbatch_cost=`` and ``in_flight=``, in words, if they save 5 % of a step or more."""
 
     def __str__(self) -> str:
         now = f"{in_ms(self.seconds)} ms"
-        if not self.change:
-            return f"no change of one stage's ranks saves {WORTH_IT:.0%} of the {now} of a step, by measured costs"
-        text = f"{self.change}: saves {in_ms(self.saved)} of {now} of a step, by measured costs; {self.note}"
-        return printable(f"{text}placement={dict(self.placement)}")
+        text = f"no change of one stage's ranks saves {WORTH_IT:.0%} of the {now} of a step, by measured costs"
+        if self.change:
+            saved = f"saves {in_ms(self.saved)} of {now} of a step, by measured costs"
+            text = f"{self.change}: {saved}; {self.note}placement={dict(self.placement)}"
+        return printable("\n".join(filter(None, [text, self.uneven])))
 
     __repr__ = __str__
 
 
-def advise(plans: Plans, costs: Costs) -> Advice:
-    """The change that helps most for the first plan, at each stage's measured costs."""
+def advise(plans: Plans, costs: Costs, recorded: Timeline | None = None) -> Advice:
+    """The change that helps most for the first plan, at each stage's measured costs; and what the micro-batches of the
+    recorded step would save."""
     graph, schedule, options = plans.first.graph, plans.first.schedule, plans.options
     family = with_costs("greedy" if isinstance(options.schedule, Schedule) else options.schedule)
     staged = None if plans.shown is None else plans.captures.stage_work(plans.shown, graph.placement)
@@ -71,7 +76,8 @@ def advise(plans: Plans, costs: Costs) -> Advice:
     is_auto = plans.captures.source.balancing.finds_cuts
     note = "write boundaries=forward_backward.cuts, " if is_auto else ""
     saved = 0.0 if best is None else seconds - best.seconds
-    return Advice(" and ".join(moved), dict(zip(graph.names, after, strict=True)), seconds, saved, note)
+    placement, uneven = dict(zip(graph.names, after, strict=True)), saving_of(plans, recorded)
+    return Advice(" and ".join(moved), placement, seconds, saved, note, uneven)
 
 
 def _at(costs: Costs, work: BlockGraph, graph: StageGraph, schedule: Schedule) -> BlockGraph:

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fxpipe.dealing import dealt
 from fxpipe.distributed.grid import BATCH
 from fxpipe.forecast.preview import Preview, RankPreview
+from fxpipe.forecast.uneven import uneven_preview
 from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
@@ -26,6 +27,7 @@ from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.kinds import BACKWARD
 from fxpipe.schedules.lower import Compute, Instruction, Message, Receive, Release, Send, Use, use_of, user_of
+from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.memory import Account, ParameterPart, StaticBytes, rows_of
 from fxpipe.sharding.data_axis import block_bytes
@@ -42,9 +44,12 @@ class Stepping:
     whole: bool = False
 
 
-def preview_of(plans: Plans, stepping: Stepping, parts: Mapping[int, ParameterPart]) -> Preview:
-    """The preview of the first plan. ``parts``: id of a parameter → its part, if ``parallelize=`` spreads it."""
-    return _Forecast(plans, stepping, parts).preview(timed=plans.options.device.has_speeds)
+def preview_of(plans: Plans, stepping: Stepping, parts: Mapping[int, ParameterPart], costs: Any = None) -> Preview:
+    """The preview of the first plan. ``parts``: id of a parameter → its part, if ``parallelize=`` spreads it.
+    ``costs``: of the samples of real batches, if they are to be simulated."""
+    forecast = _Forecast(plans, stepping, parts)
+    preview = forecast.preview(timed=plans.options.device.has_speeds)
+    return preview if costs is None else replace(preview, uneven=uneven_preview(costs, plans, forecast.costs_of))
 
 
 def over_the_limit(plans: Plans) -> str:
@@ -92,23 +97,27 @@ class _Forecast:
         self.hardware = self.options.device.completed
         self.sizes: dict[Edge, tuple[float, float]] = {}
         """Edge → the bytes of the value that its stage makes in one action, and of the value's gradient."""
+        self.timeline = self.schedule.simulate(self.costs_of(self.schedule))
         if self.staged is None:
-            self.timeline = self.schedule.planned()
             return
         # A gathered stage makes the value of its whole group in one action.
         for edge in self.graph.edges:
             cost, group = self.staged.work.costs[edge.value], self.schedule.groups[edge.source]
             self.sizes[edge] = group * cost.bytes_out, group * cost.gradient_bytes
-        again = {stage for stage, _ in self.schedule.dependencies.recomputed}
+
+    def costs_of(self, table: Schedule) -> Costs:
+        """The costs at which a table of these stages is planned: by shapes, or else the table's own, or F = 1."""
+        if self.staged is None:
+            return table.costs or Costs.of(len(self.graph))
+        again = {stage for stage, _ in table.dependencies.recomputed}
         costs = self.staged.costs_with([stage in again for stage in range(len(self.graph))])
         # Forward sends tokens to their experts and their results back; backward sends the gradients of both.
-        sent = self._exchange_seconds()
-        costs = replace(
+        sent = self._exchange_seconds
+        return replace(
             costs,
             forward=tuple(seconds + 2 * more for seconds, more in zip(costs.forward, sent, strict=True)),
             backward=tuple(seconds + 2 * more for seconds, more in zip(costs.backward, sent, strict=True)),
         )
-        self.timeline = self.schedule.planned(costs)
 
     def preview(self, timed: bool) -> Preview:
         """The preview. ``timed``: whether it includes seconds, which need the hardware's figures."""
@@ -133,6 +142,7 @@ class _Forecast:
         work = stage_work_of(self.schedule, costs or self.timeline.costs)
         return replace(self.graph, bytes_of=sizes, work=work)
 
+    @cached_property
     def _exchange_seconds(self) -> list[float]:
         """For each stage, the seconds of one all-to-all of a micro-batch's tokens for each module that has experts.
 

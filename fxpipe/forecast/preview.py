@@ -12,6 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from fxpipe.errors import printable
+from fxpipe.forecast.uneven import UnevenPreview
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import Tabular
@@ -86,6 +87,8 @@ class Preview(Tabular):
     """The assumptions behind the figures, in words."""
     cuts: Cuts | None = None
     """The stages that ``boundaries="auto"`` found, for ``compile(boundaries=...)``; None where cuts are named."""
+    uneven: UnevenPreview | None = None
+    """The times of the batches of ``costs=``; None without ``costs=``."""
 
     @property
     def graph(self) -> StageGraph:
@@ -123,6 +126,7 @@ class Preview(Tabular):
             "ranks": [rank.as_dict() for rank in self.ranks],
             **{name: getattr(self, name) for name in names},
             **{name: _ceil(getattr(self, name)) for name in ("memory", "between_nodes")},
+            "uneven": self.uneven and [dict(vars(run)) for run in self.uneven.runs],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
@@ -131,6 +135,7 @@ class Preview(Tabular):
 
     def __str__(self) -> str:
         parts = [str(self.graph), str(self.timeline), self.saving, self._memory, self._figures, self.what]
+        parts.append(str(self.uneven or ""))
         return printable("\n".join(filter(None, parts)))
 
     def __repr__(self) -> str:

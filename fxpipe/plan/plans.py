@@ -285,12 +285,13 @@ class Plans(PlansSoFar):
             stages.append(stage if is_opaque else compiled_lazily(stage, self.options.stage_compiler))
         return replace(graph, stages=tuple(stages))
 
-    def rescheduled(self, family: Limited) -> tuple[Plans, Plan]:
+    def rescheduled(self, family: Limited, note: Callable[[Plans], str] = lambda plans: "") -> tuple[Plans, Plan]:
         """Returns the plans with this family's tables for training, and its first plan; ``self`` if its table stays.
 
         The present table stays if it keeps the family's limits and the new table saves less than ``WORTH_IT`` of a
         step. Limits of the present family remain in force unless the new family sets others. Only tables change:
-        stages, placement and captures stay, so no tensor moves.
+        stages, placement and captures stay, so no tensor moves. ``note``: a text about the plans, for the line on
+        stderr.
 
         ScheduleError if the family has no such table.
         """
@@ -313,8 +314,8 @@ class Plans(PlansSoFar):
         stays = in_numbers(costed, problem).excess(present) is None and after > before * (1 - WORTH_IT)
         chosen, left = ((present, before), (new, after)) if stays else ((new, after), (present, before))
         times = f"{chosen[0].name}, {in_ms(chosen[1])} ms planned, in place of {left[0].name}, {in_ms(left[1])} ms"
-        log(f"fxpipe: {'kept' if stays else 'took'} {times}")
         plans = self if stays else plans
+        log("; ".join(filter(None, [f"fxpipe: {'kept' if stays else 'took'} {times}", note(plans)])))
         return plans, plans.first
 
     def with_tensors_of_module(self, adopt: Callable[[StageGraph], StageGraph] | None = None) -> Plans:

@@ -18,13 +18,14 @@ Evaluation has a table of its own, without backwards.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import PartitionError, ScheduleError
-from fxpipe.graph.ranks import ranks_of, replicated
+from fxpipe.graph.ranks import replicated
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import AUTO, Options
@@ -43,6 +44,7 @@ from fxpipe.plan.activations import (
 )
 from fxpipe.plan.plan import Plan, PlansSoFar
 from fxpipe.schedules import Limited, Problem, make_table, with_costs
+from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.gathered import groups_behind
 from fxpipe.schedules.families.offload import LONGER
@@ -93,14 +95,13 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Sche
     else:
         choice = _choice(plans, graph, pattern, make)
     work = None if AUTO not in (options.recompute, options.offload) else _work(plans, graph, pattern)
-    memory = options.device.memory or 0.0
-    table = make(choice, None if work is None else rooms_of(choice, make, work, memory))
+    table = make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
     _check_host(plans, table)
     # 5. more in flight
     if work is None or options.offload != AUTO or options.microbatch_cost is None or family.in_flight is not None:
         return table
     return _deepened(
-        plans, work, choice, table, lambda caps: partial(_made, replace(family, in_flight=caps), *of_graph)
+        plans, work, choice, table, lambda most: partial(_made, replace(family, in_flight=most), *of_graph)
     )
 
 
@@ -108,28 +109,21 @@ def _deepened(
     plans: PlansSoFar, work: Staged, choice: Choice, table: Schedule, within: Callable[[Sequence[int]], Make]
 ) -> Schedule:
     """The table with most in flight of ``IN_FLIGHT`` that fits the memory and takes at most ``LONGER`` longer than
-    ``table``, which is returned if there is none. ``within``: returns a ``Make`` for the caps of stages."""
+    ``table``, which is returned if there is none. ``within``: returns a ``Make`` for the most in flight per stage."""
     costs, memory = work.costs_with(marked(choice, AGAIN)), plans.options.device.memory or 0.0
-    longest = table.simulate(costs).makespan * (1 + LONGER)
     # Only micro-batches that do not fit leave, so every stage may be offloaded.
     choice = tuple(HOST if mark is KEEP and has else mark for mark, has in zip(choice, table.backward, strict=True))
-    placement = [set(ranks_of(entry)) for entry in table.placement]
+    # A rank has a buffer for each value in flight that it sends, and that it receives.
+    message = 2 * max(work.messages.values(), default=0) * max(map(len, table.stages_of))
     for factor in IN_FLIGHT:
-        most = [max(int(factor * peak), 1) for peak in peak_in_flight(_without_copies(table))]
-        make, rest = within(most), [memory] * len(table.rows)
-        # At most, all values of a stage that are in flight have a buffer, and a gradient.
-        for (source, target), size in work.messages.items():
-            for rank in placement[source] | placement[target] if placement[source] != placement[target] else ():
-                rest[rank] -= (most[source] + 1) * size
-        try:
-            rooms = rooms_of(choice, make, work, memory)
-            deeper = make(choice, rooms and [room - memory + left for room, left in zip(rooms, rest, strict=True)])
+        most = [max(int(factor * peak), 1) for peak in in_flight_of(table)]
+        make, rest = within(most), memory - message * (max(most) + 1)
+        with contextlib.suppress(ScheduleError):
+            deeper = make(choice, rooms_of(choice, make, work, rest))
             _check_host(plans, deeper)
-        except ScheduleError:
-            continue
-        fits = all(peak <= left for peak, left in zip(work.peaks(deeper, costs), rest, strict=True))
-        if fits and deeper.simulate(costs).makespan <= longest:
-            return deeper
+            longer = deeper.simulate(costs).makespan / table.simulate(costs).makespan - 1
+            if longer <= LONGER and max(work.peaks(deeper, costs)) <= rest:
+                return deeper
     return table
 
 
@@ -243,7 +237,7 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     costs = (lambda flags: None) if work is None else work.costs_with
     none, flags = marked(keep, AGAIN), marked(tuple(marks.values()), AGAIN)
     before, after = without.planned(costs(none)), table.planned(costs(flags))
-    numbers = [peak_in_flight(_without_copies(each)) for each in (without, table)]
+    numbers = [in_flight_of(each) for each in (without, table)]
     if numbers[0] != numbers[1]:
         pairs = zip(graph.names, *numbers, strict=True)
         lines.append(f"micro-batches in flight: {', '.join(f'{name} {old} → {new}' for name, old, new in pairs)}")
@@ -264,9 +258,10 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     return "\n".join(lines)
 
 
-def _without_copies(table: Schedule) -> Schedule:
-    """The table in which a micro-batch counts as in flight from its F to its backward, also while it is away."""
-    return replace(table, rows=tuple(tuple(each for each in row if not each.kind.is_optional) for row in table.rows))
+def in_flight_of(table: ActionTable) -> tuple[int, ...]:
+    """The most micro-batches in flight at each stage: from F to the backward, also while they wait on the host."""
+    rows = tuple(tuple(action for action in row if not action.kind.is_optional) for row in table.rows)
+    return peak_in_flight(replace(table, rows=rows))
 
 
 def _fits(first: Plan, graph: StageGraph, microbatches: int) -> bool:

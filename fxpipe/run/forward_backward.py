@@ -21,6 +21,7 @@ from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.forecast.advice import Advice, advise
 from fxpipe.forecast.figures import with_figures
+from fxpipe.forecast.uneven import saving_of
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.notebook import preformatted
@@ -406,19 +407,21 @@ class ForwardBackward:
         """
         with self._collective("timeline", of_all=False):
             timeline = self._steps.recorder.timeline()
-        return replace(timeline, advice=partial(advise, self._plans, timeline.costs))
+        return replace(timeline, advice=partial(advise, self._plans, timeline.costs, timeline))
 
     def advise(self) -> Advice:
         """Returns the one change of ``placement=`` that would shorten a step most, at the measured costs; print it.
 
         Candidates are another rank, two ranks, all ranks or one rank more for one stage, and two stages exchanged. They
-        are simulated at the costs of the last recorded step, averaged over replicas. A collective call of all ranks.
+        are simulated at the costs of the last recorded step, averaged over replicas. If the micro-batches of that step
+        have so different costs that ``microbatch_cost=`` or ``in_flight=`` of ``compile`` would save 5 % of the step,
+        the advice says so. A collective call of all ranks.
 
         Raises:
             RunError: no step was recorded.
         """
         with self._collective("advise"):
-            return advise(self._plans, self._steps.recorder.costs(None))
+            return advise(self._plans, self._steps.recorder.costs(None), self._steps.recorder.recorded())
 
     def traffic(self) -> Traffic:
         """Returns the bytes that this rank moved in the last call and since then. Not a collective call.
@@ -441,7 +444,8 @@ class ForwardBackward:
 
         A collective call of all ranks, with the same arguments, between two steps. The costs are each stage's median
         times in seconds and the latency of a hop, averaged over replicas. The present schedule stays if it keeps within
-        the limits and the new schedule would not be 1 % faster; a line on stderr says whether it was kept.
+        the limits and the new schedule would not be 1 % faster. A line on stderr says whether it was kept. It also
+        says what ``microbatch_cost=`` and ``in_flight=`` of ``compile`` would save, if it is 5 % of a step or more.
 
         Args:
             schedule: the family, as in ``fxpipe.schedules.build``.
@@ -459,10 +463,11 @@ class ForwardBackward:
         with self._collective("reschedule", extends=True):
             self._check_stays(placement)
             costs = self._steps.recorder.costs(activation_bytes)
+            note = partial(saving_of, recorded=self._steps.recorder.recorded())
             plans, first = plan_together(
                 self._transport,
                 EVERYONE,
-                lambda: self._plans.rescheduled(with_costs(schedule, costs, in_flight, memory)),
+                lambda: self._plans.rescheduled(with_costs(schedule, costs, in_flight, memory), note),
             )
         # The bytes on the edges were measured, and do not depend on the schedule.
         self._plan = self._shown(replace(first, graph=replace(first.graph, bytes_of=self.stages.bytes_of)), costs)

@@ -74,6 +74,11 @@ class TimelineRecorder:
         timeline = timeline_of(schedule, chain(laps), in_turns, reductions, courses, chain(copies))
         return replace(timeline, order=() if sorted(order) == list(order) else tuple(order))
 
+    def recorded(self) -> Timeline | None:
+        """Returns ``timeline()``; None if costs were loaded and no step was timed since. A collective call of a pipe
+        group."""
+        return None if self._last is None and self.loaded is not None else self.timeline()
+
     def costs(self, activation_bytes: Cost | None) -> Costs:
         """Returns each stage's costs in the last timed step, averaged over replicas. A collective call of all ranks.
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import mul
 from statistics import fmean
 from typing import Any
 
@@ -140,6 +141,17 @@ class Costs:
     def changed(self, change: Callable[[Costs], Costs]) -> Costs:
         """Returns the costs after a change, which is made to the costs of each micro-batch where these differ."""
         return _joined([*map(change, self.by_microbatch)]) if self.by_microbatch else change(self)
+
+    def scaled(self, factors: Sequence[Sequence[float]]) -> Costs:
+        """Returns the costs of micro-batches whose times and bytes are the means times these factors: a row per stage
+        with a number per micro-batch."""
+        known = {name: cost for name in (*_TIMES, *_BYTES) if (cost := getattr(self, name)) is not None}
+
+        def times(column: Sequence[float]) -> Costs:
+            changed: dict[str, Any] = {name: tuple(map(mul, cost, column)) for name, cost in known.items()}
+            return replace(self, by_microbatch=(), **changed)
+
+        return _joined(list(map(times, zip(*factors, strict=True))))
 
     def first(self, microbatches: int) -> Costs:
         """Returns the costs of a step of so many micro-batches, the first of this step."""

@@ -47,14 +47,13 @@ def factors(costs: Sequence[Any], stages: Sequence[str], error: type[FxpipeError
     >>> factors([{"encoder": 1}, {"encoder": 7}], ["encoder", "decoder"])
     [[0.25, 1.75], [1.0, 1.0]]
     """
-    by_stage = [
-        _by_stage(cost, f"the cost of micro-batch {number}", stages, error) for number, cost in enumerate(costs)
-    ]
-    rows = [[each[stage] for each in by_stage] for stage in range(len(stages))]
+    each = [by_stage(cost, f"the cost of micro-batch {number}", stages, error) for number, cost in enumerate(costs)]
+    rows = [[numbers[stage] for numbers in each] for stage in range(len(stages))]
     return [[cost / mean for cost in row] if (mean := fmean(row)) else [1.0] * len(row) for row in rows]
 
 
-def _by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError]) -> list[float]:
+def by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError]) -> list[float]:
+    """Returns a cost as a number per stage; ``error``, which begins with ``what``, if it is none."""
     if not is_mapping(cost):
         return [checked_cost(cost, what, error)] * len(stages)
     if unknown := [name for name in cost if name not in stages]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from html import escape
 from typing import Literal, NamedTuple
@@ -22,6 +22,7 @@ DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
+_PAPER = f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
 NARROW = 6  # pixels: in a narrower cell, an outline would fill the cell
 MARK = 2  # the width in pixels of an action that takes no time
 MARGIN = 16
@@ -46,14 +47,10 @@ def svg(timeline: ActionTimes) -> str:
     layout = PictureLayout(timeline)
     what, figures = headline(timeline)
     width = max(layout.width, MARGIN * 2 + text_width(what) * 1.4)
-    size = f'width="{width:g}" height="{layout.bottom + MARGIN:g}"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" {size} viewBox="0 0 {width:g}'
-        f' {layout.bottom + MARGIN:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
-        f' aria-label="{escape(printable(what))}; {escape(figures)}">',
-        f"<style>{DARK}</style>",
+        *_begun(width, layout.bottom + MARGIN, f"{what}; {figures}"),
         f"<defs>{''.join(_patterns(timeline))}</defs>",
-        f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>',
+        _PAPER,
         *_tracks(layout),
         *_axis(layout),
         *_cells(layout),
@@ -61,12 +58,44 @@ def svg(timeline: ActionTimes) -> str:
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"'
         ' pointer-events="none"/>',
         *_labels(layout),
-        _text(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
-        _text(MARGIN, 48, figures, 'font-size="13"'),
+        written(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
+        written(MARGIN, 48, figures, 'font-size="13"'),
         *_legend(timeline),
         "</svg>\n",
     ]
     return "\n".join(parts)
+
+
+def bar_chart(title: str, ways: Iterable[tuple[str, str, float, Sequence[float]]]) -> str:
+    """The picture of several ways to run a step, to scale: a bar for each rank, with its busy and its idle time.
+
+    Args:
+        title: the title.
+        ways: for each way its name, a text for its right, its makespan, and the time that each rank is busy.
+    """
+    names, _, lengths, _ = zip(*ways, strict=True)
+    left, y = MARGIN + max(map(text_width, names)) + 12, 48
+    scale, parts = PLOT[0] / max(lengths), [written(MARGIN, 28, title, 'font-size="16" font-weight="600"')]
+    for name, text, length, times in ways:
+        middle = y + max(len(times), 1) * SWATCH / 2 + 3
+        parts += [written(MARGIN, middle, name), written(left + length * scale + 8, middle, text)]
+        for rank, busy in enumerate(times):
+            idle = f"rank {rank}: idle {1 - busy / length:.1%}"
+            parts.append(_rect(left, y, length * scale, SWATCH - 2, idle, f' class="track" fill="{TRACK}"'))
+            parts.append(_rect(left, y, busy * scale, SWATCH - 2, idle, f' fill="{fill(0, Kind.F)}"'))
+            y += SWATCH
+        y += SWATCH
+    return "\n".join([*_begun(left + PLOT[0] + 80, y, title), _PAPER, *parts, "</svg>\n"])
+
+
+def _begun(width: float, height: float, label: str) -> Iterator[str]:
+    """Yields the head of a picture."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" width="{width:g}" height="{height:g}" viewBox="0 0'
+        f' {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
+        f' aria-label="{escape(printable(label))}">'
+    )
+    yield f"<style>{DARK}</style>"
 
 
 def kinds_in(timeline: ActionTimes) -> list[Kind]:
@@ -74,7 +103,7 @@ def kinds_in(timeline: ActionTimes) -> list[Kind]:
     return [kind for kind in KINDS.values() if kind in used]
 
 
-def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
+def written(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
     kind, colour = ("dim", DIM) if dim else ("ink", INK)
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{colour}" {more}>{escape(printable(text))}</text>'
 
@@ -119,21 +148,21 @@ def _legend(timeline: ActionTimes) -> Iterator[str]:
         swatches.append(("copy to or from the host", f'class="copy" fill="{COPY}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
-        yield _text(x + 28, 71, text)
+        yield written(x + 28, 71, text)
         x += 28 + text_width(text) + 16
 
 
 def _tracks(layout: PictureLayout) -> Iterator[str]:
     """Draws the rows' background, visible where a rank idles, and the idle part of each rank's time."""
     idle = layout.left + layout.plot + 22
-    yield _text(idle, HEAD - 10, "bubble", dim=True)
+    yield written(idle, HEAD - 10, "bubble", dim=True)
     for rank, bubble in enumerate(layout.timeline.bubbles):
         y = layout.y(rank)
         yield (
             f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.track:g}" height="{layout.height}"'
             f' fill="{TRACK}"/>'
         )
-        yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", dim=True)
+        yield written(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", dim=True)
 
 
 def _axis(layout: PictureLayout) -> Iterator[str]:
@@ -142,20 +171,20 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
     lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
     yield f'<path class="grid" d="{"".join(lines)}" stroke="{GRID}" fill="none"/>'
     for time in times:
-        yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", 'text-anchor="middle"', dim=True)
+        yield written(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", 'text-anchor="middle"', dim=True)
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
     unit = unit_of(layout.timeline).name
-    yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
+    yield written(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
         middle = layout.y(rank) + layout.height / 2
-        yield _text(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
+        yield written(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
         for stage, x, y, text in layout.labels(rank):
             # The left half has the tone of F, the right half that of B: the stage's hue, whatever it runs.
             for kind, offset in ((Kind.F, 0), (Kind.B, 5)):
                 yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, kind)}"/>'
-            yield _text(x + SWATCH, y + 11, text)
+            yield written(x + SWATCH, y + 11, text)
 
 
 # --- the rows ---
