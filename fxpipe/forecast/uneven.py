@@ -23,7 +23,7 @@ from fxpipe.dealing import deal
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.notebook import Tabular
 from fxpipe.plan.plan import PlansSoFar
-from fxpipe.plan.tables import choose_table, in_flight_of
+from fxpipe.plan.tables import choose_table, in_flight_of, mib
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.limits import InFlight
@@ -73,7 +73,7 @@ class UnevenPreview(Tabular):
         time: Callable[[float], str] = in_seconds if self.in_seconds else "{:.4g}".format
         rows = []
         for run in self.runs:
-            size = "" if run.activations is None else f"{run.activations / 2**20:,.3g}"
+            size = "" if run.activations is None else mib(run.activations)
             rows.append((run.way, time(run.makespan), f"{run.speedup:.2f}", max(run.in_flight, default=""), size))
         headers = [f"mean of {self.batches} batches", "makespan", "times as fast", "in flight", "activations, MiB"]
         return tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 4])

@@ -243,10 +243,10 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
         lines.append(f"micro-batches in flight: {', '.join(f'{name} {old} → {new}' for name, old, new in pairs)}")
     if work is not None:
         peaks = [peak_bytes(plan.schedule, plan.costs) for plan in (before, after)]
-        sizes = [f"rank {rank} {_mib(old)} → {_mib(new)}" for rank, (old, new) in enumerate(zip(*peaks, strict=True))]
+        sizes = [f"rank {rank} {mib(old)} → {mib(new)}" for rank, (old, new) in enumerate(zip(*peaks, strict=True))]
         lines.append(f"activations at their peak, MiB: {', '.join(sizes)}")
     if work is not None and plans.options.offload is not False:
-        there = (f"rank {rank} {_mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
+        there = (f"rank {rank} {mib(size)}" for rank, size in enumerate(peak_host_bytes(table, after.costs)))
         # The longest of each stage's copies, after F and after I.
         times_of = sorted((copy.end - copy.start, copy.action.stage) for copy in after.copies)
         copies = {stage: in_ms(time) for time, stage in times_of}
@@ -294,6 +294,6 @@ def _made(
     return make_table(family, problem, graph.names, tied)
 
 
-def _mib(size: float) -> str:
+def mib(size: float) -> str:
     """Bytes in MiB, for a message."""
     return f"{size / 2**20:,.{1 if size >= 10 * 2**20 else 3}f}"
