@@ -285,7 +285,8 @@ _KINDS: Mapping[str, Expected] = {
     "loss_weight": Expected(callable, "a function of a micro-batch's inputs"),
     "microbatch_cost": Expected(callable, "a function of a micro-batch's inputs"),
     "costs": Expected(
-        lambda value: list_of(is_list)(value) and len(value) > 0, "for each batch a list with the cost of each sample"
+        lambda value: list_of(is_list)(value) and len(value) > 0 and all(map(len, value)),
+        "for each batch a list with the cost of each sample",
     ),
     **dict.fromkeys(
         ("recompute", "offload"),

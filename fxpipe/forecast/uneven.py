@@ -73,7 +73,7 @@ class UnevenPreview(Tabular):
         time: Callable[[float], str] = in_seconds if self.in_seconds else "{:.4g}".format
         rows = []
         for run in self.runs:
-            size = "" if run.activations is None else mib(run.activations)
+            size = mib(run.activations) if run.activations else ""
             rows.append((run.way, time(run.makespan), f"{run.speedup:.2f}", max(run.in_flight, default=""), size))
         headers = [f"mean of {self.batches} batches", "makespan", "times as fast", "in flight", "activations, MiB"]
         return tabulate(rows, headers, disable_numparse=True, colalign=["left", *["right"] * 4])
@@ -92,23 +92,20 @@ def uneven_preview(given: Any, plans: PlansSoFar, costs_of: Callable[[Schedule],
             stage. Or a stage is gathered: its groups need the batch's order.
         ScheduleError: the plan's table is no family's.
     """
-    graph, count = plans.first.graph, plans.first.schedule.microbatches
-    if graph.gathers:
+    names, count = plans.first.graph.names, plans.first.schedule.microbatches
+    if plans.first.graph.gathers:
         raise RunError("costs= is for micro-batches in any order, and a gathered stage runs for groups in their order")
     batches = [
-        [by_stage(cost, f"costs[{number}][{sample}]", graph.names, RunError) for sample, cost in enumerate(batch)]
-        for number, batch in enumerate(given)
+        [by_stage(cost, f"costs[{b}][{s}]", names) for s, cost in enumerate(each)] for b, each in enumerate(given)
     ]
     usual, deeper, timelines = _table(plans, None), plans.first.schedule, dict[str, list[Timeline]]()
     if in_flight_of(deeper) == in_flight_of(usual):
         deeper = _table(plans, "2x")
     means = [cost / count / len(batches) for cost in _sum([sample for batch in batches for sample in batch])]
     for batch in batches:
-        cut, dealt = (
-            [_sum([batch[sample] for sample in part]) for part in parts]
-            for parts in (torch.arange(len(batch)).tensor_split(count), deal(_weights(batch, graph.names), count))
-        )
-        ordered = [dealt[number] for number in pyramid(_weights(dealt, graph.names))]
+        parts = torch.arange(len(batch)).tensor_split(count), deal(_weights(batch, names), count)
+        cut, dealt = ([_sum([batch[sample] for sample in part]) for part in each] for each in parts)
+        ordered = [dealt[number] for number in pyramid(_weights(dealt, names))]
         ways = [(COME, usual, cut), ("dealt", usual, dealt), ("dealt, in order", usual, ordered)]
         ways += [("more in flight", deeper, cut), ("dealt, in order, more in flight", deeper, ordered)]
         for way, table, sums in ways:
@@ -116,7 +113,9 @@ def uneven_preview(given: Any, plans: PlansSoFar, costs_of: Callable[[Schedule],
             timelines.setdefault(way, []).append(table.simulate(costs_of(table).scaled(rows)))
 
     def run(way: str, makespans: Sequence[float], *figures: Any) -> UnevenRun:
-        ratios = (plan.makespan / makespan for plan, makespan in zip(timelines[COME], makespans, strict=True))
+        pairs = zip(timelines[COME], makespans, strict=True)
+        # A batch may take no time, if all its samples cost 0.
+        ratios = [plan.makespan / makespan if makespan else 1.0 for plan, makespan in pairs]
         return UnevenRun(way, fmean(makespans), geometric_mean(ratios), *figures)
 
     runs = []
@@ -143,10 +142,9 @@ def saving_of(plans: PlansSoFar, recorded: Timeline | None) -> str:
     for action, span in recorded.spans.items():
         if usual := recorded.costs.time(action):
             ratios[action.stage, action.microbatch].append(span.duration / usual)
-    rows = [
-        [min(ratios[stage, number] or [1.0], key=lambda ratio: abs(ratio - 1)) for number in range(table.microbatches)]
-        for stage in range(len(table.placement))
-    ]
+    closest = {key: min(each, key=lambda ratio: abs(ratio - 1)) for key, each in ratios.items()}
+    stages, numbers = range(len(table.placement)), range(table.microbatches)
+    rows = [[closest.get((stage, number), 1.0) for number in numbers] for stage in stages]
     order = pyramid(_sum(rows))
     ordered = recorded.costs.scaled([[row[number] for number in order] for row in rows])
     costs, ways = recorded.costs.scaled(rows), {"microbatch_cost=": table.simulate(ordered)}

@@ -52,7 +52,7 @@ def factors(costs: Sequence[Any], stages: Sequence[str], error: type[FxpipeError
     return [[cost / mean for cost in row] if (mean := fmean(row)) else [1.0] * len(row) for row in rows]
 
 
-def by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError]) -> list[float]:
+def by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError] = RunError) -> list[float]:
     """Returns a cost as a number per stage; ``error``, which begins with ``what``, if it is none."""
     if not is_mapping(cost):
         return [checked_cost(cost, what, error)] * len(stages)
