@@ -78,7 +78,7 @@ def checked_cost(cost: Any, name: str, error: type[FxpipeError]) -> float:
     """Returns the cost as a number; ``error``, with its name, if it is no cost."""
     number = _plain(cost)
     if not is_number(number) or not 0 <= number < math.inf:
-        raise error(f"{name} is {shown(cost)}; the cost of a sample is a finite number, 0 or more")
+        raise error(f"{name} is {shown(cost)}; a cost is a finite number, 0 or more")
     return number  # type: ignore[no-any-return]
 
 

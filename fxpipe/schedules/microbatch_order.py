@@ -7,8 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from fxpipe.dealing import checked_cost
-from fxpipe.errors import FxpipeError, RunError, nearest
-from fxpipe.schedules.costs import Costs
+from fxpipe.errors import RunError, ScheduleError, nearest
 from fxpipe.validation import is_mapping
 
 
@@ -28,34 +27,38 @@ def pyramid(costs: Sequence[float]) -> tuple[int, ...]:
     >>> pyramid([5, 1, 2, 4, 3])  # ascending: 1, 3, 5; descending: 4, 2
     (1, 4, 0, 3, 2)
     """
-    sizes = [each.forward[0] for each in Costs.of(1, [costs]).by_microbatch]
+    sizes = [
+        checked_cost(cost, f"the cost of micro-batch {number}", ScheduleError) for number, cost in enumerate(costs)
+    ]
     ascending = sorted(range(len(sizes)), key=sizes.__getitem__)
     return (*ascending[::2], *reversed(ascending[1::2]))
 
 
-def factors(costs: Sequence[Any], stages: Sequence[str], error: type[FxpipeError] = RunError) -> list[list[float]]:
+def factors(costs: Sequence[Any], stages: Sequence[str]) -> list[list[float]]:
     """Returns the factors by which micro-batches, or samples, cost more or less than the mean: a row per stage.
 
     Args:
         costs: the cost of each micro-batch: a number for all stages, or a dict stage name → number. A stage that a dict
             lacks costs 0 there, and a stage without any costs has the factors 1.
         stages: the names of the stages.
-        error: the class of error for a name that is no stage, or for a cost that is no finite number of 0 or more.
+
+    Raises:
+        RunError: a name is no stage, or a cost is no finite number of 0 or more.
 
     >>> factors([1, 3, 2], ["encoder"])
     [[0.5, 1.5, 1.0]]
     >>> factors([{"encoder": 1}, {"encoder": 7}], ["encoder", "decoder"])
     [[0.25, 1.75], [1.0, 1.0]]
     """
-    each = [by_stage(cost, f"the cost of micro-batch {number}", stages, error) for number, cost in enumerate(costs)]
+    each = [by_stage(cost, f"the cost of micro-batch {number}", stages) for number, cost in enumerate(costs)]
     rows = [[numbers[stage] for numbers in each] for stage in range(len(stages))]
     return [[cost / mean for cost in row] if (mean := fmean(row)) else [1.0] * len(row) for row in rows]
 
 
-def by_stage(cost: Any, what: str, stages: Sequence[str], error: type[FxpipeError] = RunError) -> list[float]:
-    """Returns a cost as a number per stage; ``error``, which begins with ``what``, if it is none."""
+def by_stage(cost: Any, what: str, stages: Sequence[str]) -> list[float]:
+    """Returns a cost as a number per stage; RunError, which begins with ``what``, if it is none."""
     if not is_mapping(cost):
-        return [checked_cost(cost, what, error)] * len(stages)
+        return [checked_cost(cost, what, RunError)] * len(stages)
     if unknown := [name for name in cost if name not in stages]:
-        raise error(f"{what} names {unknown[0]!r}, which is no stage{nearest(unknown[0], stages)}")
-    return [checked_cost(cost.get(name, 0.0), f"{what} at {name!r}", error) for name in stages]
+        raise RunError(f"{what} names {unknown[0]!r}, which is no stage{nearest(unknown[0], stages)}")
+    return [checked_cost(cost.get(name, 0.0), f"{what} at {name!r}", RunError) for name in stages]

@@ -135,8 +135,8 @@ def test_costs_may_be_a_list_or_a_function(costs_of: Callable[[Any], Any]) -> No
         ({"costs": [1, 2]}, r"costs= and batch_size= of a sampler need each other.*write both"),
         ({"batch_size": 2}, r"costs= and batch_size= of a sampler need each other"),
         ({"costs": [1, 2], "batch_size": 2}, "costs has 2 numbers for the 3 samples of the dataset: give a number for"),
-        ({"costs": [1, math.nan, 2], "batch_size": 2}, r"costs\[1\] is nan; the cost of a sample is a finite number"),
-        ({"costs": [1, -1, 2], "batch_size": 2}, r"costs\[1\] is -1; the cost"),
+        ({"costs": [1, math.nan, 2], "batch_size": 2}, r"costs\[1\] is nan; a cost is a finite number"),
+        ({"costs": [1, -1, 2], "batch_size": 2}, r"costs\[1\] is -1; a cost"),
         ({"costs": "abc", "batch_size": 2}, "costs is 'abc'; it is a list with a number for each sample"),
         ({"costs": [1, 2, 3], "batch_size": 0}, "batch_size is 0: write 1 or more"),
         ({"costs": [1, 2, 3], "batch_size": 2.0}, r"batch_size must be a whole number, got 2\.0"),
@@ -152,7 +152,7 @@ def test_a_wrong_cost_that_a_function_returns_is_named_by_its_sample() -> None:
     sampler = ALONE.sampler(range(4), shuffle=False, costs=lambda row: None if row == 3 else 1, batch_size=2)  # type: ignore[arg-type,return-value]
     drawn = iter(sampler)
     assert [next(drawn), next(drawn)] == [0, 1]
-    with pytest.raises(TopologyError, match=r"costs\(3\) is None; the cost of a sample is a finite number, 0 or more"):
+    with pytest.raises(TopologyError, match=r"costs\(3\) is None; a cost is a finite number, 0 or more"):
         next(drawn)
 
 

@@ -64,8 +64,8 @@ WRONG: list[Any] = [
     (3, "costs is 3; it is for each batch a list with the cost of each sample"),
     ([[]], "costs is [[]]; it is for each batch a list"),
     ([[1] * 15], "15 samples cannot be dealt to 16 micro-batches"),
-    ([[1] * 16, [1] * 15 + [-1]], "costs[1][15] is -1; the cost of a sample is a finite number, 0 or more"),
-    ([[float("nan")] * 16], "costs[0][0] is nan; the cost of a sample is a finite number"),
+    ([[1] * 16, [1] * 15 + [-1]], "costs[1][15] is -1; a cost is a finite number, 0 or more"),
+    ([[float("nan")] * 16], "costs[0][0] is nan; a cost is a finite number"),
     ([[{"blok1": 1}] * 16], "costs[0][0] names 'blok1', which is no stage; did you mean"),
 ]
 

@@ -63,11 +63,14 @@ def _costs(cost: Callable[..., Any], stages: Sequence[str], batches: Batches) ->
 
 def _without_numbers(value: Any) -> Any:
     """An input in which tensors on a device have a shape and no numbers, so that nothing can wait for the device."""
+    if not _on_device(value):
+        return value
     return pytree.tree_map(lambda leaf: torch.empty_like(leaf, device="meta") if _on_device(leaf) else leaf, value)
 
 
 def _on_device(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.device.type != "cpu" for leaf in pytree.tree_leaves(value))
+    leaves = [value] if isinstance(value, Tensor) else pytree.tree_leaves(value)
+    return any(isinstance(leaf, Tensor) and not leaf.is_cpu for leaf in leaves)
 
 
 def _about_devices(batches: Batches) -> str:
