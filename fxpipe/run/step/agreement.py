@@ -13,6 +13,9 @@ same on each.
 5. For a new pattern, all ranks make a plan at once, and keep it only if all of them made the same. If forward asks a
    new question, they answer it and settle again.
 
+With ``microbatch_cost=`` a rank tells the others what each micro-batch of a step costs, after 3. The pattern, and the
+plan for it, then have the micro-batches in the order in which the step runs them.
+
 So a call with a known kind costs one small collective of integers. It does not look at the numbers of tensors, and does
 not split the batch: the step does.
 """

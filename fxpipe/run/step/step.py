@@ -1,6 +1,6 @@
 """Step: runs a call of ``ForwardBackward`` on this rank.
 
-agree on the batch → weigh the micro-batches → play this rank's row → combine the losses → sum the gradients
+agree on the batch → weigh and order the micro-batches → play this rank's row → combine the losses → sum the gradients
 """
 
 from __future__ import annotations
