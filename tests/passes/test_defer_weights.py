@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -344,6 +345,27 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = fxpipe.stage_boundary(self.first(x))
         return square(self.lstm(x)[0])
+
+
+class Encoders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, 8, 2, 16, dropout=0.0, batch_first=True)
+        self.first, self.second = layer(), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(fxpipe.stage_boundary(self.first(x))).square().mean()
+
+
+def test_the_stages_name_the_tracer_that_leaves_more_to_w() -> None:
+    """torch's encoder layer is a module of many calls, which the record tracer keeps."""
+    told = {}
+    for tracer in ("record", "export"):
+        options = {"schedule": "zb_h1", "tracer": tracer, "example_args": (torch.randn(4, 3, 8),)}
+        told[tracer] = str(fxpipe.compile(Encoders(), fxpipe.Topology([("pipe", 2)]), microbatches=2, **options).stages)
+    assert "(100% of its parameters)" in told["record"]
+    assert 'tracer="export" takes modules apart, and leaves more gradients to W' in told["record"]
+    assert "I makes" not in told["export"]
 
 
 def test_what_stays_in_the_first_half_is_told_with_the_stages() -> None:
