@@ -94,8 +94,8 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
         in_flight: the most micro-batches at a stage: a number, one for each stage, or "2x" (twice as many as without
             it); micro-batches of different costs then wait less for each other. None, with ``microbatch_cost`` and
             ``offload="auto"``: up to "2x", as far as memory allows. See examples/schedules_uneven.md.
-        microbatch_cost: a function of a micro-batch's inputs in call order that returns what it costs: a number, or a
-            dict stage name → number. A step then runs small micro-batches first and last, and the largest in the
+        microbatch_cost: a function of a micro-batch's inputs in call order that returns its cost: a number, or a dict
+            stage name → number. A step then runs small micro-batches first and last, and the largest in the
             middle. None: in the order of the batch. See examples/schedules_uneven.md.
         placement: stage name → pipe rank, or several, as (0, 1, 2) or "all" (examples/stages_on_ranks.md). None, with
             more stages than ranks or a limit of memory: the lowest simulated step time at costs by shapes; without an

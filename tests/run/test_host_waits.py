@@ -21,7 +21,7 @@ PLACES = {
     "run/step/finite.py": "loss",
     "run/step/batch_check.py": "digest",
     "sharding/distributed_optimizer.py": "optimizer",
-    "run/step/step_outcome.py": "weight",
+    "run/step/microbatch_functions.py": "weight",
     "run/exchange.py": "message",
     "graph/question.py": "question",
     "batch/rows.py": "counts",
@@ -232,6 +232,7 @@ def data_dependent(kind: str) -> list[str]:
     x = torch.ones(ROWS, WIDTH, device=device)
     models: dict[str, tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]] = {
         "weight": (Two(), (x,), {"loss_weight": rows_above_0}),
+        "cost": (Two(), (x,), {"microbatch_cost": len}),
         "question": (Asking(), (x,), {"example_args": (x,)}),
         "counts": (
             Packing(),
@@ -255,6 +256,7 @@ def data_dependent(kind: str) -> list[str]:
     ("kind", "first", "second"),
     [  # of two micro-batches, on the rank of the first stage and of the second
         ("weight", [], ["weight: item"] * 2),
+        ("cost", [], []),
         ("question", ["question: item"] * 2, ["question: item"] * 2),
         ("counts", ["counts: copy to the host"], ["counts: copy to the host"]),
         ("varying", [*IN_FRONT * 2], [*IN_FRONT * 2]),

@@ -214,6 +214,37 @@ def test_micro_batches_of_different_programs_change_places(engine: str, engines:
             assert_gradients(each[number][1], model, what=f"batch {number}: ")
 
 
+class Optional(nn.Module):
+    """Two optional inputs between the others, one with a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, scale: float = 2.0, y: Tensor | None = None) -> Tensor:
+        h = self.a(x) * scale if bias is None else self.a(x) * scale + bias
+        h = fxpipe.stage_boundary(h)
+        return F.mse_loss(self.b(h), y)
+
+
+@pytest.mark.parametrize("option", ["microbatch_cost", "loss_weight"])
+def test_inputs_that_some_micro_batches_lack_are_forwards_defaults(option: str) -> None:
+    seen: list[tuple[bool, float]] = []
+
+    def number(x: Tensor, bias: Tensor | None, scale: float, y: Tensor) -> int:
+        assert x.shape[1:] == (4,)
+        assert y.shape[1:] == (1,)
+        seen.append((bias is None, scale))
+        return len(x)
+
+    example = {"x": torch.ones(2, 4), "bias": torch.ones(2, 4), "scale": 1.0, "y": torch.ones(2, 1)}
+    step = fxpipe.compile(Optional(), Topology([("pipe", 2)]), example_kwargs=example, **{option: number})
+    most = {"x": torch.ones(2, 4), "y": torch.ones(2, 1)}
+    batches = [most, most | {"bias": torch.ones(2, 4)}, most | {"scale": 1.0}]
+    assert torch.isfinite(step.step_microbatches([((), batch) for batch in batches]))
+    assert seen[-3:] == [(True, 2.0), (False, 2.0), (True, 1.0)]
+
+
 # --- the numbers of the batch ---
 
 

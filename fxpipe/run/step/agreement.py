@@ -51,8 +51,7 @@ from fxpipe.plan.plan import Plan
 from fxpipe.plan.plans import Plans
 from fxpipe.plan.together import check_refusals, plan_together
 from fxpipe.progress import log
-from fxpipe.run.step.microbatch_costs import asked as asks_costs
-from fxpipe.run.step.microbatch_costs import costs_of
+from fxpipe.run.step.microbatch_functions import asks_costs, costs_of
 from fxpipe.schedules.lower import pairs
 from fxpipe.schedules.microbatch_order import pyramid
 from fxpipe.specs import ITEMS, ObjectValue
@@ -403,7 +402,7 @@ class Agreement:
         cost, graph = self._options.microbatch_cost, self.plans.first.graph
         if cost is None or not reported.alike:
             return (1.0,) * len(reported.batch.sizes)
-        return costs_of(self._transport, cost, graph, partial(reported.batch.split, given))
+        return costs_of(self._transport, cost, graph, self.plans.signature, partial(reported.batch.split, given))
 
     def _of_replicas(self, told: tuple[Rows, Sequence[float]] | str, training: bool) -> tuple[tuple[Rows, ...], Order]:
         """Each replica's rows of each micro-batch, if stages see them, otherwise empty; and the order of a step.

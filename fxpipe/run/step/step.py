@@ -43,8 +43,9 @@ from fxpipe.run.step.agreement import AgreedBatch, Agreement, Call
 from fxpipe.run.step.batch_check import BatchCheck
 from fxpipe.run.step.finite import Watch
 from fxpipe.run.step.hooked import HookedParameters
+from fxpipe.run.step.microbatch_functions import weights_of
 from fxpipe.run.step.recorded_values import RecordedValues
-from fxpipe.run.step.step_outcome import Facts, ItemNumbers, LossMessage, StepOutcome, conclude, shares_of, weights_of
+from fxpipe.run.step.step_outcome import Facts, ItemNumbers, LossMessage, StepOutcome, conclude, shares_of
 from fxpipe.run.timeline_recorder import TimelineRecorder
 from fxpipe.schedules.action import Action
 from fxpipe.seeds import seed_of
@@ -328,7 +329,7 @@ class Steps:
             try:
                 agreed = self.agreement.settle(proposal, inputs)
                 batches = agreed.call.batch.split(inputs)
-                weights = weights_of(self.transport, agreed, self._options.loss_weight, batches)
+                weights = self._weights(agreed, batches)
                 batches = [batches[number] for number in agreed.order]
                 weights = [weights[number] for number in agreed.order]
             except PeerLost:
@@ -355,6 +356,15 @@ class Steps:
         self._check.note(record.calls, agreed.kind, self.number, training, inputs)
         record.calls += 1
         return _AgreedCall(agreed, batches, shares, everyone)
+
+    def _weights(self, agreed: AgreedBatch, batches: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+        """Each micro-batch's weight, its rows or the value of ``loss_weight``. A collective call of a pipe group."""
+        weight, signature = self._options.loss_weight, self.agreement.plans.signature
+        if weight is None or not agreed.has_loss:
+            return list(map(float, agreed.sizes))
+        # The output rank asks the user's function: other ranks may lack its inputs.
+        asks = self.transport.pipe_rank in (None, agreed.plan.output_ranks[0])
+        return weights_of(self.transport, asks, weight, signature, batches)
 
     def _form(self, agreed: AgreedBatch) -> int | None:
         """The plan's losses have a single form, None, or may have another form for each kind of batch."""

@@ -23,7 +23,6 @@ from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.plain_data import encode, number_of
 from fxpipe.plan.plan import Plan
 from fxpipe.plan.together import check_refusals
-from fxpipe.run.step.agreement import AgreedBatch
 from fxpipe.specs import ITEMS
 from fxpipe.stage.loss import LossKind, StepLoss, combined_metrics, log_left_out, step_dtype
 from fxpipe.torch_compat.tensors import plain_results
@@ -204,39 +203,6 @@ def detached(value: Any) -> Any:
 
 
 # --- Shares: each micro-batch's part of the weight of a step, over all replicas ---
-
-
-def weights_of(
-    transport: Transport,
-    agreed: AgreedBatch,
-    loss_weight: Callable[..., Any] | None,
-    batches: Sequence[Mapping[str, Any]],
-) -> Sequence[float]:
-    """Each micro-batch's weight, its rows or the value of ``loss_weight``; the same on every rank of a pipe group."""
-    if loss_weight is None or not agreed.has_loss:
-        return list(map(float, agreed.sizes))
-    # Only the output rank calls the user's function and sends the result: other ranks may lack its inputs.
-    weighs = transport.pipe_rank in (None, agreed.plan.output_ranks[0])
-    mine = _weighed(loss_weight, batches) if weighs else None
-    decided = next(item for item in transport.gather("pipe", mine) if item is not None)
-    if isinstance(decided, str):
-        raise RunError(decided)
-    return list(decided)
-
-
-def _weighed(loss_weight: Callable[..., Any], batches: Sequence[Mapping[str, Any]]) -> list[float] | str:
-    """Returns the weights, or an error text."""
-    if len({tuple(batch) for batch in batches}) > 1:  # passing by position would mix up inputs
-        names = shown([list(batch) for batch in batches])
-        return f"loss_weight= is given inputs by place, and micro-batches have {names}; pass None for what one lacks"
-    try:
-        values = [loss_weight(*batch.values()) for batch in batches]
-        weights = list(map(float, values))
-    except Exception as error:
-        return f"loss_weight failed: {type(error).__name__}: {error}"
-    if not all(0 <= weight < math.inf for weight in weights):
-        return f"loss_weight returned {shown(values)}; weights are finite and not negative"
-    return weights
 
 
 class Facts(NamedTuple):
