@@ -297,7 +297,7 @@ class Plans(PlansSoFar):
         """
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
-        options = replace(self.options, schedule=family)
+        options = replace(self.options, schedule=family, in_flight=None)  # ``or_else`` has kept its limit
         plans = replace(self, options=options, marks=choice_of(self.first.schedule), by_pattern={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.

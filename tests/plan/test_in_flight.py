@@ -62,6 +62,7 @@ def test_reschedule_keeps_the_limit() -> None:
     assert all(map(int.__le__, counted(step.reschedule("greedy")), (7, 5, 4, 2)))
     with pytest.raises(ScheduleError, match="gpipe holds 16 micro-batches at stage 0, in_flight=7"):
         step.reschedule("gpipe")
+    assert counted(step.reschedule("greedy", in_flight=2)) <= (2, 2, 2, 2)  # a limit of its own goes before it
 
 
 WRONG = [
