@@ -259,6 +259,34 @@ def test_random_numbers_belong_to_the_micro_batch(name: str, engine: str, engine
     assert_run(runs, reference(ordered(case), batches, seed)[0])
 
 
+def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
+    """With dropout, whose seeds go on."""
+    case = RANDOM["dropout"]
+    batches = case.batches(4)
+
+    def started() -> tuple[Any, Any]:
+        step = compiled(case, microbatch_cost=cost_of)
+        return step, step.optimizer(torch.optim.AdamW, lr=0.01)
+
+    def losses(step: Any, optimizer: Any, numbers: Sequence[int]) -> list[Tensor]:
+        found = []
+        for number in numbers:
+            optimizer.zero_grad()
+            found.append(step(**batches[number]))
+            optimizer.step()
+        return found
+
+    whole, stopped, resumed = started(), started(), started()
+    wanted = losses(*whole, range(4))
+    losses(*stopped, range(2))
+    fxpipe.save(tmp_path, *stopped, step=2)
+    fxpipe.load(tmp_path, *resumed)
+    for number, loss in zip((2, 3), losses(*resumed, (2, 3)), strict=True):
+        assert_same(loss, wanted[number], f"loss of step {number}")
+    for name, tensor in resumed[0].state_dict(full=True).items():
+        assert_same(tensor, whole[0].state_dict(full=True)[name], name)
+
+
 class Fails(nn.Module):
     def __init__(self) -> None:
         super().__init__()
