@@ -1,6 +1,7 @@
 """Stages that sleep instead of computing, so that any number of processes share a few cores; and how long they take.
 
-Shared by encoder_on_all_ranks.py, graph_vs_chain.py and vlm.py; it prints nothing itself.
+Shared by encoder_on_all_ranks.py, graph_vs_chain.py, uneven_microbatches.py, vlm.py and zero_bubble.py; it prints
+nothing itself.
 """
 
 import time
@@ -40,6 +41,17 @@ class Stage(nn.Module):
         return y.square().mean() if self.is_last else y
 
 
+def timed_step(step: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    """The seconds of a step that all ranks begin together, on the slowest of them, and what it returned here; called by
+    all ranks."""
+    dist.barrier()
+    start = time.perf_counter()
+    returned = step(*args)
+    slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item(), returned
+
+
 def in_turns(
     contestants: Mapping[str, Callable[[Tensor], object]],
     x: Tensor,
@@ -53,13 +65,9 @@ def in_turns(
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, step in contestants.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(x)
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            taken, _ = timed_step(step, x)
             if number:
-                seconds[name].append(slowest.item())
+                seconds[name].append(taken)
         if number:
             behind()
     return seconds

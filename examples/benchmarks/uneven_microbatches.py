@@ -13,7 +13,7 @@ With ``--processes`` the stages sleep for these times, in 6 processes with 32 mi
 The ways take turns on the same batches. Prints the seconds of a step on the slowest rank, and the simulated times.
 
 With ``--models`` transformers' models train on 2 processes: LLaVA on samples of 0 to 3 images, and Llama on texts of
-log-normal lengths, packed two to a row. Both ways begin with the same weights and take the same batches in turns.
+log-normal lengths, packed two to a row. All ways begin with the same weights and take the same batches in turns.
 Prints the seconds of a step, the part of the step in which a rank waits, and how far the losses are apart.
 """
 
@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from sleeping import timed_step
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -187,13 +188,9 @@ def in_processes(rounds: int, seed: int) -> None:
             )
             times = [[UNIT * row[number] for number in order] for row in forward]
             plan = step.schedule.simulate(Costs.of(6, times, copy=0))  # activations are small, and on the host anyway
-            dist.barrier()
-            start = time.perf_counter()
-            step(rows)
-            slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            taken, _ = timed_step(step, rows)
             if number:  # the first round warms up
-                seconds[way].append(slowest.item())
+                seconds[way].append(taken)
                 planned[way].append(plan.makespan)
     if dist.get_rank() == 0:
         medians = {way: statistics.median(each) for way, each in seconds.items()}
@@ -270,11 +267,9 @@ def on_models(rounds: int, seed: int) -> None:
             options = {} if way == AS_THEY_COME else {"microbatch_cost": microbatch_cost}
             options |= {"in_flight": "2x"} if way == BOTH else {}
             options |= {"boundaries": "auto", "batch_dim": {"pixel_values": None}, "example_kwargs": draw()[0]}
-            steps[way] = fxpipe.compile(model, topology, microbatches=12, **options)
-            optimizer = steps[way].optimizer(torch.optim.SGD, lr=0.05)
-            steps[way].record_timeline()
-            losses[way] = []
-            steps[way] = steps[way], optimizer
+            step = fxpipe.compile(model, topology, microbatches=12, **options)
+            step.record_timeline()
+            steps[way], losses[way] = (step, step.optimizer(torch.optim.SGD, lr=0.05)), []
         torch.manual_seed(seed)
         batches = [draw() for _ in range(rounds + 2)]
         seconds: dict[str, list[float]] = {way: [] for way in steps}
@@ -282,16 +277,12 @@ def on_models(rounds: int, seed: int) -> None:
         for number, batch in enumerate(batches):
             for way, (step, optimizer) in steps.items():
                 optimizer.zero_grad()
-                dist.barrier()
-                start = time.perf_counter()
-                loss = step.step_microbatches([((), inputs) for inputs in batch])
-                slowest = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                taken, loss = timed_step(step.step_microbatches, [((), inputs) for inputs in batch])
                 optimizer.step()
                 losses[way].append(loss.item())
                 spent = step.timeline().spent
                 if number > 1:  # the first rounds capture
-                    seconds[way].append(slowest.item())
+                    seconds[way].append(taken)
                     waits[way].append(fmean(each.seconds["waiting"] / each.wall for each in spent))
         apart = max((max(each) - min(each)) / min(each) for each in zip(*losses.values(), strict=True))
         for way, each in seconds.items():

@@ -27,7 +27,7 @@ from fxpipe.plan.tables import choose_table, in_flight_of, mib
 from fxpipe.schedules import with_costs
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.limits import InFlight
-from fxpipe.schedules.microbatch_order import by_stage, factors, pyramid
+from fxpipe.schedules.microbatch_order import by_stage, pyramid, weighed
 from fxpipe.schedules.schedule import Schedule, Timeline
 from fxpipe.schedules.show.svg_picture import bar_chart
 from fxpipe.schedules.table import in_seconds
@@ -103,9 +103,9 @@ def uneven_preview(given: Any, plans: PlansSoFar, costs_of: Callable[[Schedule],
         deeper = _table(plans, "2x")
     means = [cost / count / len(batches) for cost in _sum([sample for batch in batches for sample in batch])]
     for batch in batches:
-        parts = torch.arange(len(batch)).tensor_split(count), deal(_weights(batch, names), count)
+        parts = torch.arange(len(batch)).tensor_split(count), deal(weighed(batch), count)
         cut, dealt = ([_sum([batch[sample] for sample in part]) for part in each] for each in parts)
-        ordered = [dealt[number] for number in pyramid(_weights(dealt, names))]
+        ordered = [dealt[number] for number in pyramid(weighed(dealt))]
         ways = [(COME, usual, cut), ("dealt", usual, dealt), ("dealt, in order", usual, ordered)]
         ways += [("more in flight", deeper, cut), ("dealt, in order, more in flight", deeper, ordered)]
         for way, table, sums in ways:
@@ -167,8 +167,3 @@ def _table(plans: PlansSoFar, in_flight: InFlight | None) -> Schedule:
 
 def _sum(costs: Sequence[Sequence[float]]) -> list[float]:
     return [sum(column) for column in zip(*costs, strict=True)]
-
-
-def _weights(costs: Sequence[Sequence[float]], names: Sequence[str]) -> list[float]:
-    """The cost of each micro-batch or sample over all stages, as ``microbatch_cost=`` counts it."""
-    return _sum(factors([dict(zip(names, each, strict=True)) for each in costs], names))

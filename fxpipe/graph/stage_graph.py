@@ -335,9 +335,8 @@ class StageGraph(Tabular):
         ]
         notes = [*marked, self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
-        if (
-            halves and "the record tracer" in self.origin
-        ):  # it keeps modules, and a module with several calls is no call
+        # The record tracer keeps modules, and W is made of single calls.
+        if halves and "the record tracer" in self.origin:
             halves.append('tracer="export" takes modules apart, and leaves more gradients to W, where it captures them')
         return printable("\n".join([grid, *timed, *unnamed, *runs, *filter(None, notes), *halves]))
 

@@ -115,13 +115,14 @@ def _deepened(
     choice = tuple(HOST if mark is KEEP and has else mark for mark, has in zip(choice, table.backward, strict=True))
     # A rank has a buffer for each value in flight that it sends, and that it receives.
     message = 2 * max(work.messages.values(), default=0) * max(map(len, table.stages_of))
+    usual = table.simulate(costs).makespan
     for factor in IN_FLIGHT:
         most = [max(int(factor * peak), 1) for peak in in_flight_of(table)]
         make, rest = within(most), memory - message * (max(most) + 1)
         with contextlib.suppress(ScheduleError):
             deeper = make(choice, rooms_of(choice, make, work, rest))
             _check_host(plans, deeper)
-            longer = deeper.simulate(costs).makespan / table.simulate(costs).makespan - 1
+            longer = deeper.simulate(costs).makespan / usual - 1
             if longer <= LONGER and max(work.peaks(deeper, costs)) <= rest:
                 return deeper
     return table

@@ -34,31 +34,37 @@ def pyramid(costs: Sequence[float]) -> tuple[int, ...]:
     return (*ascending[::2], *reversed(ascending[1::2]))
 
 
-def factors(costs: Sequence[Any], stages: Sequence[str]) -> list[list[float]]:
-    """Returns the factors by which micro-batches, or samples, cost more or less than the mean: a row per stage.
+def by_stage(cost: Any, what: str, stages: Sequence[str]) -> list[float]:
+    """Returns a cost as a number per stage.
 
     Args:
-        costs: the cost of each micro-batch: a number for all stages, or a dict stage name → number. A stage that a dict
-            lacks costs 0 there, and a stage without any costs has the factors 1.
+        cost: a number for all stages, or a dict stage name → number. A stage that the dict lacks costs 0.
+        what: the beginning of an error.
         stages: the names of the stages.
 
     Raises:
         RunError: a name is no stage, or a cost is no finite number of 0 or more.
 
-    >>> factors([1, 3, 2], ["encoder"])
-    [[0.5, 1.5, 1.0]]
-    >>> factors([{"encoder": 1}, {"encoder": 7}], ["encoder", "decoder"])
-    [[0.25, 1.75], [1.0, 1.0]]
+    >>> by_stage({"encoder": 7}, "the cost", ["encoder", "decoder"])
+    [7, 0.0]
     """
-    each = [by_stage(cost, f"the cost of micro-batch {number}", stages) for number, cost in enumerate(costs)]
-    rows = [[numbers[stage] for numbers in each] for stage in range(len(stages))]
-    return [[cost / mean for cost in row] if (mean := fmean(row)) else [1.0] * len(row) for row in rows]
-
-
-def by_stage(cost: Any, what: str, stages: Sequence[str]) -> list[float]:
-    """Returns a cost as a number per stage; RunError, which begins with ``what``, if it is none."""
     if not is_mapping(cost):
         return [checked_cost(cost, what, RunError)] * len(stages)
     if unknown := [name for name in cost if name not in stages]:
         raise RunError(f"{what} names {unknown[0]!r}, which is no stage{nearest(unknown[0], stages)}")
     return [checked_cost(cost.get(name, 0.0), f"{what} at {name!r}", RunError) for name in stages]
+
+
+def weighed(costs: Sequence[Sequence[float]]) -> list[float]:
+    """Returns a number for each micro-batch, or sample: the sum over stages of its cost over the stage's mean.
+
+    So each stage counts the same, whatever the unit of its costs. A stage without any costs counts 1 for each.
+
+    Args:
+        costs: for each micro-batch its cost at each stage, as ``by_stage`` returns it.
+
+    >>> weighed([[1, 0], [3, 0], [2, 0]])
+    [1.5, 2.5, 2.0]
+    """
+    means = [fmean(stage) for stage in zip(*costs, strict=True)]
+    return [sum(cost / mean if mean else 1.0 for cost, mean in zip(each, means, strict=True)) for each in costs]

@@ -299,12 +299,10 @@ class Fails(nn.Module):
 
 
 def test_errors_and_numbers_that_are_not_finite_bear_the_number_in_the_batch() -> None:
-    step = fxpipe.compile(Fails(), Topology([("pipe", 2)]), microbatches=4, microbatch_cost=float)
-    x = torch.tensor([[4.0], [0.0], [5.0], [1.0]])
-    for value, number in ((3.0, 2), (3.0, 0)):
+    x, strict = torch.tensor([[4.0], [0.0], [5.0], [1.0]]), fxpipe.Checks(nonfinite="raise")
+    for number in (2, 0):
         given = x.clone()
-        given[number] = value
-        strict = fxpipe.Checks(nonfinite="raise")
+        given[number] = 3.0
         step = fxpipe.compile(Fails(), Topology([("pipe", 2)]), microbatches=4, microbatch_cost=float, checks=strict)
         with pytest.raises(fxpipe.RunError, match=f"micro-batch {number} is the first"):
             step(given)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.schedules.microbatch_order import factors
+from fxpipe.schedules.microbatch_order import by_stage, weighed
 from fxpipe.torch_compat import pytree
 from fxpipe.validation import shown
 
@@ -60,7 +60,7 @@ def costs_of(
                     f"microbatch_cost returned a tensor on a device for micro-batch {number}, and reading it would "
                     f"wait for the device; return a number{about}"
                 )
-        return [sum(column) for column in zip(*factors(costs, graph.names), strict=True)]
+        return weighed([by_stage(each, f"the cost of micro-batch {n}", graph.names) for n, each in enumerate(costs)])
 
     return _told(transport, asks_costs(graph, transport.pipe_rank), "microbatch_cost", numbers)
 

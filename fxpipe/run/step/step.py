@@ -256,8 +256,8 @@ class Steps:
             broken = self.watch.end(self.number, outcome.loss, result.loss, plan)
             passed(REST)
             self._trained.add(agreed.kind)
-            losses = {agreed.order[position]: loss for position, loss in result.loss.own.items()}
-            self.microbatch_losses = dict(sorted(losses.items()))
+            numbers = map(agreed.order.__getitem__, result.loss.own)
+            self.microbatch_losses = dict(sorted(zip(numbers, result.loss.own.values(), strict=True)))
             self.recorder.keep(self.number, plan.schedule, agreed.order)
             self.number += 1
         if broken:  # all ranks raise this with nothing under way, so training can go on
@@ -330,8 +330,9 @@ class Steps:
                 agreed = self.agreement.settle(proposal, inputs)
                 batches = agreed.call.batch.split(inputs)
                 weights = self._weights(agreed, batches)
-                batches = [batches[number] for number in agreed.order]
-                weights = [weights[number] for number in agreed.order]
+                if agreed.call.alike:  # else the order is the batch's
+                    batches = [batches[number] for number in agreed.order]
+                    weights = [weights[number] for number in agreed.order]
             except PeerLost:
                 raise
             except FxpipeError as error:  # the whole pipe group raises it, and the other replicas must not wait

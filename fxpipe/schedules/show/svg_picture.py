@@ -22,7 +22,6 @@ DARK = """@media (prefers-color-scheme: dark) {
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
 
-_PAPER = f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
 NARROW = 6  # pixels: in a narrower cell, an outline would fill the cell
 MARK = 2  # the width in pixels of an action that takes no time
 MARGIN = 16
@@ -48,9 +47,7 @@ def svg(timeline: ActionTimes) -> str:
     what, figures = headline(timeline)
     width = max(layout.width, MARGIN * 2 + text_width(what) * 1.4)
     parts = [
-        *_begun(width, layout.bottom + MARGIN, f"{what}; {figures}"),
-        f"<defs>{''.join(_patterns(timeline))}</defs>",
-        _PAPER,
+        *_begun(width, layout.bottom + MARGIN, f"{what}; {figures}", _patterns(timeline)),
         *_tracks(layout),
         *_axis(layout),
         *_cells(layout),
@@ -58,8 +55,8 @@ def svg(timeline: ActionTimes) -> str:
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"'
         ' pointer-events="none"/>',
         *_labels(layout),
-        written(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
-        written(MARGIN, 48, figures, 'font-size="13"'),
+        _text(MARGIN, 28, what, 'font-size="16" font-weight="600"'),
+        _text(MARGIN, 48, figures, 'font-size="13"'),
         *_legend(timeline),
         "</svg>\n",
     ]
@@ -75,27 +72,29 @@ def bar_chart(title: str, ways: Iterable[tuple[str, str, float, Sequence[float]]
     """
     names, _, lengths, _ = zip(*ways, strict=True)
     left, y = MARGIN + max(map(text_width, names)) + 12, 48
-    scale, parts = PLOT[0] / max(lengths), [written(MARGIN, 28, title, 'font-size="16" font-weight="600"')]
+    scale, parts = PLOT[0] / max(lengths), [_text(MARGIN, 28, title, 'font-size="16" font-weight="600"')]
     for name, text, length, times in ways:
         middle = y + max(len(times), 1) * SWATCH / 2 + 3
-        parts += [written(MARGIN, middle, name), written(left + length * scale + 8, middle, text)]
+        parts += [_text(MARGIN, middle, name), _text(left + length * scale + 8, middle, text)]
         for rank, busy in enumerate(times):
             idle = f"rank {rank}: idle {1 - busy / length:.1%}"
             parts.append(_rect(left, y, length * scale, SWATCH - 2, idle, f' class="track" fill="{TRACK}"'))
             parts.append(_rect(left, y, busy * scale, SWATCH - 2, idle, f' fill="{fill(0, Kind.F)}"'))
             y += SWATCH
         y += SWATCH
-    return "\n".join([*_begun(left + PLOT[0] + 80, y, title), _PAPER, *parts, "</svg>\n"])
+    return "\n".join([*_begun(left + PLOT[0] + 80, y, title), *parts, "</svg>\n"])
 
 
-def _begun(width: float, height: float, label: str) -> Iterator[str]:
-    """Yields the head of a picture."""
+def _begun(width: float, height: float, label: str, patterns: Iterable[str] = ()) -> Iterator[str]:
+    """Yields the head of a picture, with the patterns that it uses, and its paper."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" width="{width:g}" height="{height:g}" viewBox="0 0'
         f' {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
         f' aria-label="{escape(printable(label))}">'
     )
     yield f"<style>{DARK}</style>"
+    yield f"<defs>{''.join(patterns)}</defs>"
+    yield f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
 
 
 def kinds_in(timeline: ActionTimes) -> list[Kind]:
@@ -103,7 +102,7 @@ def kinds_in(timeline: ActionTimes) -> list[Kind]:
     return [kind for kind in KINDS.values() if kind in used]
 
 
-def written(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
+def _text(x: float, y: float, text: str, more: str = "", dim: bool = False) -> str:
     kind, colour = ("dim", DIM) if dim else ("ink", INK)
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" fill="{colour}" {more}>{escape(printable(text))}</text>'
 
@@ -148,21 +147,21 @@ def _legend(timeline: ActionTimes) -> Iterator[str]:
         swatches.append(("copy to or from the host", f'class="copy" fill="{COPY}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
-        yield written(x + 28, 71, text)
+        yield _text(x + 28, 71, text)
         x += 28 + text_width(text) + 16
 
 
 def _tracks(layout: PictureLayout) -> Iterator[str]:
     """Draws the rows' background, visible where a rank idles, and the idle part of each rank's time."""
     idle = layout.left + layout.plot + 22
-    yield written(idle, HEAD - 10, "bubble", dim=True)
+    yield _text(idle, HEAD - 10, "bubble", dim=True)
     for rank, bubble in enumerate(layout.timeline.bubbles):
         y = layout.y(rank)
         yield (
             f'<rect class="track" x="{layout.left:g}" y="{y}" width="{layout.track:g}" height="{layout.height}"'
             f' fill="{TRACK}"/>'
         )
-        yield written(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", dim=True)
+        yield _text(idle, y + layout.height / 2 + 4, f"{bubble:.1%}", dim=True)
 
 
 def _axis(layout: PictureLayout) -> Iterator[str]:
@@ -171,20 +170,20 @@ def _axis(layout: PictureLayout) -> Iterator[str]:
     lines = [f"M{layout.x(time / unit.scale):g} {HEAD - 6}V{layout.bottom:g}" for time in times]
     yield f'<path class="grid" d="{"".join(lines)}" stroke="{GRID}" fill="none"/>'
     for time in times:
-        yield written(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", 'text-anchor="middle"', dim=True)
+        yield _text(layout.x(time / unit.scale), HEAD - 10, f"{time:.6g}", 'text-anchor="middle"', dim=True)
 
 
 def _labels(layout: PictureLayout) -> Iterator[str]:
     unit = unit_of(layout.timeline).name
-    yield written(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
+    yield _text(layout.left - 12, HEAD - 10, f"time in {unit}" if unit else "time", 'text-anchor="end"', dim=True)
     for rank in range(len(layout.stages)):
         middle = layout.y(rank) + layout.height / 2
-        yield written(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
+        yield _text(MARGIN, middle + 4, f"rank {rank}", 'font-weight="600"')
         for stage, x, y, text in layout.labels(rank):
             # The left half has the tone of F, the right half that of B: the stage's hue, whatever it runs.
             for kind, offset in ((Kind.F, 0), (Kind.B, 5)):
                 yield f'<rect x="{x + offset:g}" y="{y + 2:g}" width="5" height="10" fill="{fill(stage, kind)}"/>'
-            yield written(x + SWATCH, y + 11, text)
+            yield _text(x + SWATCH, y + 11, text)
 
 
 # --- the rows ---
