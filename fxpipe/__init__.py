@@ -31,9 +31,11 @@ from fxpipe.schedules.schedule import Schedule, Timeline
 
 if TYPE_CHECKING:
     from fxpipe import passes
+    from fxpipe.choosing import choose
     from fxpipe.compiler import compile, preview
     from fxpipe.distributed.processes import init, launch
     from fxpipe.distributed.traffic import Traffic
+    from fxpipe.forecast.choice import Choice
     from fxpipe.forecast.preview import Preview
     from fxpipe.graph.cuts import Cuts
     from fxpipe.graph.stage_graph import StageGraph
@@ -60,6 +62,7 @@ __all__ = [
     "Average",
     "CheckpointError",
     "Checks",
+    "Choice",
     "Costs",
     "Cuts",
     "ForwardBackward",
@@ -85,6 +88,7 @@ __all__ = [
     "Weights",
     "Zero",
     "bisect",
+    "choose",
     "compare",
     "compile",
     "deal",
@@ -107,6 +111,7 @@ __all__ = [
 _LATER = {
     "TRACERS": "trace",
     "Average": "run.average",
+    "Choice": "forecast.choice",
     "Cuts": "graph.cuts",
     "ForwardBackward": "run.forward_backward",
     "Hardware": "hardware",
@@ -117,6 +122,7 @@ _LATER = {
     "Traffic": "distributed.traffic",
     "Weights": "parameters.weights",
     "bisect": "numerics.comparison",
+    "choose": "choosing",
     "compile": "compiler",
     "init": "distributed.processes",
     "init_weights_of": "parameters.materialise",

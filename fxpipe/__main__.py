@@ -214,28 +214,53 @@ def _preview(args: argparse.Namespace) -> None:
 
     model, batch, options = _made_by(args.what)
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
-    names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
-    names_alike = "microbatches", "schedule", "tracer", "optimizer"
-    # An option that the command line leaves out is None: the function's own options apply, or else the defaults.
-    written = {
-        **{name: getattr(args, name) for name in names_alike},
-        "boundaries": names,
-        "zero": fxpipe.Zero(args.zero or 0, args.zero_scope or "node") if args.zero or args.zero_scope else None,
-        "precision": fxpipe.Precision() if args.bf16 else None,
-        "recompute": {"all": True}.get(args.recompute, args.recompute),
-        "offload": {"all": True}.get(args.offload, args.offload),
-        "hardware": _hardware(args.hardware, options.get("hardware"), args.memory),
-    }
-    preview = fxpipe.preview(
-        model,
-        Topology(axes, args.ranks_per_node),
-        example_args=batch if isinstance(batch, (tuple, list)) else None,
-        example_kwargs=batch if isinstance(batch, Mapping) else None,
-        **{**options, **{name: value for name, value in written.items() if value is not None}},
-    )
+    written = {**_options(args), "hardware": _hardware(args.hardware, options.get("hardware"), args.memory)}
+    given = {**options, **{name: value for name, value in written.items() if value is not None}}
+    preview = fxpipe.preview(model, Topology(axes, args.ranks_per_node), **_example(batch), **given)
     if args.json is not None:
         preview.to_json(args.json)
     print(preview)
+
+
+def _choose(args: argparse.Namespace) -> None:
+    r"""The best plans of a model on a number of ranks, in order, and the call to paste.
+
+    the function is that of preview: it returns (model, batch) or (model, batch, options); the rows of its batch are
+    repeated. --microbatches, --zero, --recompute and --offload are chosen where they are left out
+
+    examples:
+      python -m fxpipe choose train:model_and_batch --ranks 64 --rows 512 --hardware h100 --ranks-per-node 8 --bf16
+      python -m fxpipe choose train:model_and_batch --ranks 8 --memory 24G --hardware rtx4090 --zero 0
+    """
+    import fxpipe  # fxpipe.choose needs torch
+
+    model, batch, options = _made_by(args.what)
+    alike = "ranks", "rows", "memory", "ranks_per_node"
+    written = {**_options(args), **{name: getattr(args, name) for name in alike}}
+    written["hardware"] = _hardware(args.hardware, options.get("hardware"), None)
+    given = {**options, **{name: value for name, value in written.items() if value is not None}}
+    print(fxpipe.choose(model, **_example(batch), **given))
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of preview and choose. None: the command line leaves it out, and the function's own option, or else
+    the default, applies."""
+    from fxpipe import Precision, Zero
+
+    names = args.boundaries if args.boundaries in (None, "auto") else args.boundaries.split(",")
+    is_given = args.zero is not None or args.zero_scope is not None
+    return {
+        **{name: getattr(args, name) for name in ("microbatches", "schedule", "tracer", "optimizer")},
+        "boundaries": names,
+        "zero": Zero(args.zero or 0, args.zero_scope or "node") if is_given else None,
+        "precision": Precision() if args.bf16 else None,
+        "recompute": {"all": True}.get(args.recompute, args.recompute),
+        "offload": {"all": True}.get(args.offload, args.offload),
+    }
+
+
+def _example(batch: Any) -> dict[str, Any]:
+    return {"example_kwargs" if isinstance(batch, Mapping) else "example_args": batch}
 
 
 def _hardware(written: str | None, made: Any, memory: float | None) -> Any:
@@ -349,6 +374,18 @@ def costs(text: str) -> float | tuple[float, ...]:
     return tuple(map(float, text.split(","))) if "," in text else float(text)
 
 
+def size(text: str) -> float:
+    """``80e9``, ``80G`` and ``80GB``: 80 · 10^9 bytes; ``75GiB``: 75 · 2^30 bytes."""
+    number = text.rstrip("KMGTiB")
+    return float(number) * _SIZES[text[len(number) :]] if number != text else float(text)
+
+
+_SIZES = {
+    **{f"{unit}{end}": 1000.0**power for power, unit in enumerate("KMGT", 1) for end in ("", "B")},
+    **{f"{unit}iB": 1024.0**power for power, unit in enumerate("KMGT", 1)},
+}
+
+
 def placement(text: str) -> tuple[int | tuple[int, ...], ...]:
     """``0,1,0+1``: the third stage is on two ranks."""
     places = [tuple(map(int, part.split("+"))) for part in text.split(",")]
@@ -401,6 +438,7 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", _compare, _add_compare),
         ("topology", _topology, _add_topology),
         ("preview", _preview, _add_preview),
+        ("choose", _choose, _add_choose),
         ("checkpoint", _checkpoint, _add_checkpoint),
         ("bisect", _bisect, _add_bisect),
         ("doctor", _doctor, _add_doctor),
@@ -454,6 +492,20 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     add("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
     add("--data", type=int, default=1, metavar="N", help="replicas; 1")
     add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    _add_options(parser)
+    parser.add_argument("--json", metavar="PATH", help="write the figures")
+
+
+def _add_choose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and a batch, of any rows")
+    add = parser.add_argument_group("ranks and rows").add_argument
+    add("--ranks", type=int, required=True, metavar="N", help="how many")
+    add("--rows", type=int, metavar="N", help="rows of a batch, over all replicas; as many as the function's batch")
+    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("options of fxpipe.compile").add_argument
     add("--boundaries", metavar="NAME,…", help='submodules that are cut before, or "auto"')
     add("-m", "--microbatches", type=int, metavar="N", help="4 for each rank of a pipeline")
@@ -464,10 +516,9 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     add("--bf16", action="store_true", help="precision=fxpipe.Precision()")
     add("--recompute", choices=("all", "auto"), help="what is recomputed")
     add("--offload", choices=("all", "auto"), help="what waits in the host's memory")
-    add("--memory", type=float, metavar="BYTES", help="the limit of a rank, as in 80e9; the memory of --hardware")
+    add("--memory", type=size, metavar="BYTES", help="the limit of a rank, 80e9, 80G or 75GiB; that of --hardware")
     add("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")
     add("--hardware", metavar="NAME_OR_JSON", help="a GPU, or a file of fxpipe.Hardware.measured")
-    parser.add_argument("--json", metavar="PATH", help="write the figures")
 
 
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:

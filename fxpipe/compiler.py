@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from fxpipe.plan.together import first_plan_together
 from fxpipe.progress import log, warn
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.run.rank_state import make_rank_state
+from fxpipe.search.memory import ParameterPart
 from fxpipe.sharding.optimizer_class import check_class, is_elementwise, named_class, states_of
 from fxpipe.sharding.parallelise import parts_of
 from fxpipe.stage.with_loss import with_loss
@@ -181,6 +182,16 @@ def preview(given: PreviewArguments) -> Preview:
             the memory of ``hardware``, the nearest plan is returned, and ``fits`` is False. RunError if torch has no
             such optimizer, or the plan needs a figure that ``hardware`` lacks.
     """
+    with paused():
+        return preview_of(*previewed_plans(given), given.costs)
+
+
+def previewed_plans(
+    given: PreviewArguments, known: dict[Hashable, Any] | None = None
+) -> tuple[Plans, Stepping, Mapping[int, ParameterPart]]:
+    """The plans of ``preview``, with the optimizer's states, and the parts of parameters that ``parallelize`` spreads.
+
+    ``known``: what earlier plans of the same model found, to which this call adds."""
     # The optimizer determines the state's numbers per parameter, and whether ranks may step parts of a parameter.
     make = named_class(given.optimizer)
     check_class(make, copies=given.sharding.level > 0 or given.precision is not None)
@@ -194,13 +205,16 @@ def preview(given: PreviewArguments) -> Preview:
             f"optimizer={shown(given.optimizer)} steps whole parameters, which zero=3 shards; write zero=2, or take an "
             "element-wise optimizer such as AdamW"
         )
-    model, example = _with_loss(given), (given.example_args, given.example_kwargs)
+    example = given.example_args, given.example_kwargs
+    # A loss function is wrapped once: results belong to a model by its identity.
+    model = _with_loss(given) if known is None or "model" not in known else known["model"]
+    if known is not None:
+        known["model"] = model
     device = device_of([*_tensors_of(model), *tensors_in(example)], torch.device("cpu"))
     options = replace(given, tracer=replace(given.tracing, check=False))
-    with paused():
-        plans = previewed(Plans.empty(model, options, topo, device), options)
-        parts = {} if options.parallelize is None else parts_of(plans.first.graph, topo, options.parallelize)
-        return preview_of(plans, stepping, parts, given.costs)
+    plans = previewed(Plans.empty(model, options, topo, device, known), options)
+    parts = {} if options.parallelize is None else parts_of(plans.first.graph, topo, options.parallelize)
+    return plans, stepping, parts
 
 
 def _with_loss(given: CompileArguments) -> nn.Module | StageGraph:

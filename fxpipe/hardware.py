@@ -162,6 +162,11 @@ class Hardware:
         return replace(self, **{name: getattr(REFERENCE, name) for name in names})
 
     @property
+    def is_of_sheet(self) -> bool:
+        """Whether the figures are a GPU's data sheet, but for the memory; ``source`` is then the GPU's name."""
+        return self.source in _SHEETS
+
+    @property
     def source(self) -> str:
         """The device whose speeds ``completed`` has, in words."""
         if not self.has_speeds:

@@ -15,7 +15,7 @@ old value, so nothing is undone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -110,7 +110,13 @@ class Captures:
     """The log lines for the user about captures, each line once."""
 
     @staticmethod
-    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Captures:
+    def empty(
+        model: nn.Module | StageGraph,
+        options: Options,
+        topology: Topology,
+        device: torch.device,
+        known: dict[Hashable, Any] | None = None,
+    ) -> Captures:
         """The captures before the first capture. RunError, PartitionError if the options' cuts are not possible.
 
         Args:
@@ -118,10 +124,12 @@ class Captures:
             options: the options of ``compile``.
             topology: the ranks of all axes.
             device: the device on which a model without a device will run.
+            known: what earlier plans of the same model found, to which these add. They may differ in their topology,
+                ``microbatches``, ``zero``, ``recompute``, ``offload`` and memory. None: nothing is shared.
         """
         module, own = (model.module, _own(model)) if isinstance(model, StageGraph) else (model, None)
         cuts, whole, finds_cuts, found = resolve(module, options.boundaries)
-        balancing = Balancing(options, topology, device, finds_cuts, found)
+        balancing = Balancing(options, topology, device, finds_cuts, found, known=known)
         captures = Captures(Source(module, own, cuts, balancing), regions=RegionFacts(whole))
         given: dict[str, Any] = {"passes": options.passes}
         if found is None:

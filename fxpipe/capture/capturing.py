@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
@@ -119,34 +119,44 @@ class Capturing:
     def _capture(self, captures: Captures, this: Pattern) -> tuple[Captures, Captured]:
         """Captures the model for a micro-batch: the stages of the first tracer whose stages pass the check. Errors as
         ``of``."""
-        # 1. The request. 2. The regions.
-        source, observed = captures.source, list[Observed]()
-        request = self._request(captures, this)
-        observe = partial(self._observed, captures, this, observed)
-        request = observe(request) if request.whole else request
-        # 3. The capture. 4. Its check. Reads of Python attributes are noted: a changed one needs another capture.
-        with (
-            progress(f"capturing {type(source.model).__name__}"),
-            ignored(source.balancing.finds_cuts),
-            replaced(captures.reads.memos),
-            noting() as noted,
-        ):
-            examined, request, added = capture_in_part(
-                request,
-                source.options,
-                partial(self._examined, captures, this),
-                partial(self._shares, captures, this),
-                observe if _shows_regions(self.sample, source.model, this) else None,
-                captures.any_words or captures.first is None,
-            )
+        source, results = captures.source, list[Examined]()
+
+        def traced() -> _Traced:
+            # 1. The request. 2. The regions.
+            observed = list[Observed]()
+            request = self._request(captures, this)
+            observe = partial(self._observed, captures, this, observed)
+            request = observe(request) if request.whole else request
+            # 3. The capture. 4. Its check. Reads of attributes are noted: a changed attribute needs another capture.
+            with (
+                progress(f"capturing {type(source.model).__name__}"),
+                ignored(source.balancing.finds_cuts),
+                replaced(captures.reads.memos),
+                noting() as noted,
+            ):
+                examined, request, added = capture_in_part(
+                    request,
+                    source.options,
+                    partial(self._examined, captures, this),
+                    partial(self._shares, captures, this),
+                    observe if _shows_regions(self.sample, source.model, this) else None,
+                    captures.any_words or captures.first is None,
+                )
+            results.append(examined)
+            return _Traced(examined.program, request, added, observed, noted)
+
+        once = source.balancing.once
+        program, request, added, observed, noted = once(("traced", this), traced)
+        # An earlier plan of the model may have traced it. This plan then only cuts the program.
+        (examined,) = results or [self._examined(captures, this, request, program)]
         # 5. The facts about the model that the capture found.
-        program, captured = examined.program, examined.captured
+        captured = examined.captured
         watch(examined.cut, source.latest.changed)
         captures = replace(
             captures,
             first=captures.first or examined.first._replace(numbers=_numbers_in(source.model)),
             regions=captures.regions.with_capture(examined.cut, request, added, observed),
-            reads=_reads(captures, program, request, noted),
+            reads=once(("reads", this), lambda: _reads(captures, program, request, noted)),
             questions=replace(captures.questions, numbers=request.asks_numbers),
             any_words=captures.any_words or request.any_words,
             wrong={**captures.wrong, **self.wrong},
@@ -257,6 +267,18 @@ class Capturing:
             if not sample.later and not request.any_words:  # later, this tracer's other captures are in use
                 self.wrong[request.training, captured.tracer] = str(error)
             raise
+
+
+class _Traced(NamedTuple):
+    """A capture before its cut, which is the same for all topologies."""
+
+    program: Program
+    request: Request
+    added: Mapping[str, str]
+    """The regions that became opaque, with a reason each."""
+    observed: list[Observed]
+    noted: set[tuple[int, str]]
+    """The attributes that the capture read."""
 
 
 def _shows_regions(sample: Sample | str, model: nn.Module, this: Pattern) -> TypeGuard[Sample]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fxpipe.capture.auto_opaque import unused, with_unused
 from fxpipe.capture.captures import Captures, First, Source
 from fxpipe.capture.guard import Captured, Guard, Sizes
 from fxpipe.graph.program import Program, gather_of, is_boundary
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Request
@@ -61,6 +63,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     """
     source, first, traced = captures.source, captures.first, program
     balancing, options, shape, searched = source.balancing, source.options, this.shape, captures.searched
+    once = balancing.once  # plans of other topologies share the first program
     # 1. Opaque calls were kept for their effects, and some nodes only answer questions: both kinds may be unused.
     if request.whole or program.answers:
         program = default_passes.drop_unused(program)
@@ -71,7 +74,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     program = program.replace(first=captures.program)
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
-        program = chain(default_passes.before_balance(), program)
+        program = once(("ready", traced.graph), partial(chain, default_passes.before_balance(), program))
         names = default_passes.name_stages, default_passes.gather
         if first is not None:
             program = default_passes.partition(program)
@@ -83,19 +86,26 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
             searched = balancing.searched(program, pattern, shape)
             program = searched.program
         program = chain(names, program)
+    elif options.passes is None:
+        program = once(("ready", traced.graph), partial(chain, default_passes.default(), program))
     else:
-        if options.passes is not None and shape is not None:  # the user's own may read the shapes
+        if shape is not None:  # the user's own passes may read the shapes
             program = program.replace(shapes=source.shapes(program, shape, pattern))
-        program = chain(default_passes.default() if options.passes is None else options.passes, program)
+        program = chain(options.passes, program)
     # 3. The ranks.
     if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
         searched = balancing.placed(program, pattern, shape)
     # 4. The stages and their guard.
-    constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+
+    def stages() -> tuple[StageGraph, str]:
+        constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
+        return default_passes.split(program), "\n".join([type(source.model).__name__, str(program), *constants])
+
+    graph, text = once(("stages", program.graph, tuple(program.stage_of.items()), program.stage_names), stages)
     captured = Captured(
-        default_passes.split(program),
+        graph,
         _guard(program, request, this),
-        "\n".join([type(source.model).__name__, str(program), *constants]),
+        text,
         program.tracer,
         program if program.gathered else None,
         program.fixed_sizes,

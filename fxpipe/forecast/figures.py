@@ -122,6 +122,7 @@ class _Forecast:
     def preview(self, timed: bool) -> Preview:
         """The preview. ``timed``: whether it includes seconds, which need the hardware's figures."""
         timed = timed and self.staged is not None
+        inside, between = self._sent() if self.staged else (None, None)
         return Preview(
             plan=replace(self.plan, graph=self.stages()),
             timeline=self.timeline,
@@ -130,7 +131,8 @@ class _Forecast:
             seconds=self._seconds if timed else None,
             flops=self._of_step("flops", "backward_flops") if timed else None,
             utilisation=self._of_step("ideal") / self.topology.world_size / self._seconds if timed else None,
-            between_nodes=self._between_nodes() if self.staged else None,
+            inside_nodes=inside,
+            between_nodes=between,
             saving=saving(self.plans, self.staged),
             what=self._what(),
             cuts=self.plans.cuts,
@@ -345,19 +347,22 @@ class _Forecast:
             end = max(end, start + sums + gathers, whole + gathers)
         return end
 
-    def _between_nodes(self) -> float:
-        total = 0.0
+    def _sent(self) -> tuple[float, float]:
+        """The bytes that all ranks together send in a step inside of nodes, and between nodes."""
+        whole = crossing = 0.0
         if self.topology.size(BATCH) > 1:
             sent = [collective for traffic in self._traffic for collective in (*traffic.sums, *traffic.gathers)]
-            size = sum(collective.size * collective.crossing for collective in sent)
-            total = self.topology.world_size / self.topology.size("pipe") * size
+            times = self.topology.world_size / self.topology.size("pipe")
+            whole = times * sum(collective.size for collective in sent)
+            crossing = times * sum(collective.size * collective.crossing for collective in sent)
         sizes: defaultdict[tuple[int, int], float] = defaultdict(float)  # sender, receiver in a pipeline → bytes
         for message in (each.message for row in self.plan.instructions for each in row if isinstance(each, Send)):
             sizes[message.sender, message.receiver] += self._size(message)
         pipelines, node = self.topology.groups("pipe"), self.per_node
         for (sender, receiver), size in sizes.items():
-            total += size * sum(ranks[sender] // node != ranks[receiver] // node for ranks in pipelines)
-        return total
+            whole += size * len(pipelines)
+            crossing += size * sum(ranks[sender] // node != ranks[receiver] // node for ranks in pipelines)
+        return whole - crossing, crossing
 
     def _what(self) -> str:
         left = []

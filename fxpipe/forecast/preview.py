@@ -79,8 +79,10 @@ class Preview(Tabular):
     """The FLOPs of the model's matrix products in a step, on all ranks; recomputed products count once."""
     utilisation: float | None
     """Model FLOPs utilisation: the seconds of these products at the devices' peak / the seconds of a step."""
+    inside_nodes: float | None
+    """The bytes that all ranks together send inside of their nodes in a step: messages, gradients, parameters."""
     between_nodes: float | None
-    """The bytes that all ranks together send to other nodes in a step: messages, gradients, parameters."""
+    """The bytes that all ranks together send to other nodes in a step."""
     saving: str = ""
     """The savings of recomputation, in words, if ``recompute=`` asks for it."""
     what: str = ""
@@ -125,7 +127,7 @@ class Preview(Tabular):
             "microbatches": self.schedule.microbatches,
             "ranks": [rank.as_dict() for rank in self.ranks],
             **{name: getattr(self, name) for name in names},
-            **{name: _ceil(getattr(self, name)) for name in ("memory", "between_nodes")},
+            **{name: _ceil(getattr(self, name)) for name in ("memory", "inside_nodes", "between_nodes")},
             "uneven": self.uneven and [dict(vars(run)) for run in self.uneven.runs],
         }
 
@@ -161,14 +163,14 @@ class Preview(Tabular):
         """The table of bytes, with a line for each rank."""
         # "whole" is 0 without zero=2 and 3, and then has no column.
         columns = [name for name in _PARTS if name != "whole" or any(rank.whole for rank in self.ranks)]
-        unit, scale = _unit(max(rank.total for rank in self.ranks))
+        unit, scale = unit_of(max(rank.total for rank in self.ranks))
         rows = []
         for number, rank in enumerate(self.ranks):
-            sizes = [_scaled(getattr(rank, name), scale) for name in columns]
+            sizes = [scaled(getattr(rank, name), scale) for name in columns]
             part = [f"{rank.total / self.memory:.0%}"] if self.memory else []
-            rows.append([number, *sizes, _scaled(rank.total, scale), *part])
+            rows.append([number, *sizes, scaled(rank.total, scale), *part])
         names = ["whole in a step" if name == "whole" else name for name in columns]
-        of = [f"of {_scaled(self.memory, scale)}"] if self.memory else []
+        of = [f"of {scaled(self.memory, scale)}"] if self.memory else []
         headers = ["rank", *names, f"sum, {unit}", *of]
         return tabulate(rows, headers, disable_numparse=True, colalign=["right"] * len(headers))
 
@@ -180,8 +182,8 @@ class Preview(Tabular):
         if self.utilisation is not None and self.flops is not None:
             facts.append(f"{self.flops / 1e12:,.4g} TFLOP of products: {self.utilisation:.1%} of the devices' peak")
         if self.between_nodes is not None:
-            unit, scale = _unit(self.between_nodes)
-            facts.append(f"{_scaled(self.between_nodes, scale)} {unit} between nodes")
+            unit, scale = unit_of(self.between_nodes)
+            facts.append(f"{scaled(self.between_nodes, scale)} {unit} between nodes")
         return ", ".join(facts)
 
 
@@ -189,13 +191,13 @@ def _ceil(size: float | None) -> int | None:
     return None if size is None else math.ceil(size)
 
 
-def _unit(most: float) -> tuple[str, float]:
+def unit_of(most: float) -> tuple[str, float]:
     """The unit for sizes up to ``most`` bytes, and the bytes of the unit."""
     units = ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10)
     return next(((name, size) for name, size in units if most >= size), units[-1])
 
 
-def _scaled(size: float | None, scale: float) -> str:
+def scaled(size: float | None, scale: float) -> str:
     """A number of bytes in a unit, to three digits."""
     if size is None:
         return "?"

@@ -146,25 +146,33 @@ class _Search:
     """The search for a choice. ``again``: the stages that are recomputed whatever the search finds."""
 
     def __init__(self, graph: StageGraph, make: Make, work: Staged, memory: float, again: Collection[str]) -> None:
-        self._graph, self._make, self._work, self._memory = graph, make, work, memory
+        self._graph, self._make, self._work, self._memory = graph, cache(make), work, memory
         self._first: Choice = tuple(AGAIN if s.has_backward and s.name in again else KEEP for s in graph)
         self.figures = cache(self._figures)
 
     def _figures(self, choice: Choice) -> _Figures:
         rooms = rooms_of(choice, self._make, self._work, self._memory)
-        plan = self._make(choice, rooms).planned(self._work.costs_with(marked(choice, AGAIN)))
+        plan = self._make(choice, None if rooms is None else tuple(rooms)).planned(
+            self._work.costs_with(marked(choice, AGAIN))
+        )
         peaks = self._work.peaks(plan.schedule, plan.costs)
         return _Figures(plan.makespan, peaks, sum(max(peak - self._memory, 0.0) for peak in peaks))
 
     def run(self, kinds: Mapping[Kept, Collection[str]]) -> Choice:
         """Searches with these kinds of marks, each for the stages of these names.
 
-        A greedy choice: it need not be the optimum. For s stages and k kinds it simulates about k s²/2 choices at most.
+        A greedy choice: it need not be the optimum. For s stages and k kinds it simulates about k s²/2 choices at most,
+        and one where each rank above the limit has one stage and there is one kind.
         """
-        choice = self._first
+        choice, forced = self._first, set[int]()
         # 1. Mark stages on ranks above the limit until all ranks fit.
         while self.figures(choice).over:
             before = self.figures(choice)
+            if only := self._only(choice, before.peaks, kinds):
+                forced |= {stage for stage, _ in only}
+                for stage, kind in only:
+                    choice = _with(choice, stage, kind)
+                continue
             ranked: list[tuple[tuple[bool, float, float], Choice]] = []
             for stage, kind in itertools.product(self._full(choice, before.peaks), kinds):
                 if self._graph.names[stage] not in kinds[kind]:
@@ -178,7 +186,8 @@ class _Search:
                 raise self._does_not_fit(before.peaks, kinds)
             _, choice = min(ranked, key=itemgetter(0))
         # 2. A later mark may have made an earlier mark needless, or another mark faster.
-        for stage in reversed([stage for stage, kind in enumerate(choice) if kind is not self._first[stage]]):
+        marked = [stage for stage, kind in enumerate(choice) if kind is not self._first[stage]]
+        for stage in (stage for stage in reversed(marked) if stage not in forced):
             if not self.figures(tried := _with(choice, stage, KEEP)).over:
                 choice = tried
                 continue
@@ -197,6 +206,17 @@ class _Search:
             and choice[stage.index] is KEEP
             and max(peaks[rank] for rank in self._graph.ranks(stage.index)) > self._memory
         ]
+
+    def _only(
+        self, choice: Choice, peaks: Sequence[float], kinds: Mapping[Kept, Collection[str]]
+    ) -> list[tuple[int, Kept]]:
+        """The marks without a choice: of ranks above the limit that can set one mark only."""
+        marks: dict[int, list[tuple[int, Kept]]] = {}
+        for stage, (kind, names) in itertools.product(self._full(choice, peaks), kinds.items()):
+            if self._graph.names[stage] in names:
+                for rank in self._graph.ranks(stage):
+                    marks.setdefault(rank, []).append((stage, kind))
+        return [some[0] for rank, some in marks.items() if len(some) == 1 and peaks[rank] > self._memory]
 
     def _does_not_fit(self, peaks: Sequence[float], kinds: Mapping[Kept, object]) -> DoesNotFit:
         rank = max(range(len(peaks)), key=peaks.__getitem__)

@@ -83,10 +83,17 @@ class Plans(PlansSoFar):
     """Makes a graph's stages run the modules that ``parallelize`` returned; None before ``parallelize`` was called."""
 
     @staticmethod
-    def empty(model: nn.Module | StageGraph, options: Options, topology: Topology, device: torch.device) -> Plans:
-        """The plans before the first plan. ``device``: the device on which a model without a device will run."""
+    def empty(
+        model: nn.Module | StageGraph,
+        options: Options,
+        topology: Topology,
+        device: torch.device,
+        known: dict[Hashable, Any] | None = None,
+    ) -> Plans:
+        """The plans before the first plan. ``device``: the device on which a model without a device will run.
+        ``known``: as in ``Captures.empty``."""
         options = options.for_calls()
-        return Plans(topology, options, Captures.empty(model, options, topology, device))
+        return Plans(topology, options, Captures.empty(model, options, topology, device, known))
 
     @property
     def ranks(self) -> int:
@@ -253,7 +260,7 @@ class Plans(PlansSoFar):
         # All micro-batches run one table. So stages have the first plan's numbers, a value has the same name in all
         # graphs, and the placement covers the stages of all micro-batches.
         graphs: Sequence[StageGraph] = [each.graph for each in captured]
-        for graph in graphs:
+        for graph in {id(graph): graph for graph in graphs}.values():
             check_replicas(graph, self.topology.size(BATCH))
         if self.by_pattern:
             graphs = map_distinct(graphs, lambda graph: adapted_to(graph, self.first.graph))

@@ -7,11 +7,12 @@ are whole modules make cuts fall between modules.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby, pairwise, takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tabulate import tabulate
@@ -39,12 +40,23 @@ from fxpipe.schedules.schedule import Schedule
 from fxpipe.schedules.stage_work import stage_work_of
 from fxpipe.search.block_graph import BlockGraph, work_of_program, work_of_stages
 from fxpipe.search.memory import Account
-from fxpipe.search.moves import GAIN, RUNNERS_UP, SearchResult, connected, placed_at, search
+from fxpipe.search.moves import (
+    GAIN,
+    RUNNERS_UP,
+    SearchResult,
+    connected,
+    layout_of,
+    placed_at,
+    recipes,
+    search,
+)
 from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, segments_of
-from fxpipe.search.simulated_layouts import LayoutOutcome, Rerun, Staged, StageLayout
+from fxpipe.search.simulated_layouts import Judge, LayoutOutcome, Rerun, Staged, StageLayout
 from fxpipe.stage.activation_checkpoints import checkpoints_that_keep
 from fxpipe.trace.checks.sizes import bytes_of_inputs
+
+Result = TypeVar("Result")
 
 FINER = 0.4
 """The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
@@ -140,6 +152,7 @@ def balance(
     several: bool = False,
     recut: bool = False,
     placement: Placement | None = None,
+    work: BlockGraph | None = None,
 ) -> Balanced:
     """The program with stages and their ranks, chosen for the least simulated makespan.
 
@@ -147,10 +160,12 @@ def balance(
     with ``recut`` only those that gather. ``memory``: the most bytes of a rank. ``recompute``: as in ``compile``; with
     "auto", or names of stages that do not exist yet, all stages recompute if no layout fits without. ``several``:
     whether a stage may be on all ranks. ``placement``: the ranks of the program's stages, for which nothing is
-    searched. PartitionError if there are fewer pieces or stages than ranks, or if no layout fits the memory.
+    searched. ``work``: the program's blocks, if they are known. PartitionError if there are fewer pieces or stages than
+    ranks, or if no layout fits the memory.
     """
     is_cut = bool(program.stage_of) and not recut
-    work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
+    if work is None:
+        work = work_of_stages(program, costs) if is_cut else work_of_program(program, costs)
     if len(work) < ranks:
         has = "the model has {} stages" if is_cut else "the program has {} pieces that a cut may separate"
         raise PartitionError(f"{ranks} pipe ranks, but {has.format(len(work))}; use fewer ranks")
@@ -179,6 +194,18 @@ def balance(
         stages = {name: stage_of[number] for number, block in enumerate(work.blocks) for name in block.nodes}
         program = program.replace(stage_of=stages, gathered={})
     return Balanced.from_search(program, result, work)
+
+
+def least_seconds(
+    program: Program, work: BlockGraph, ranks: int, microbatches: int, schedule: ScheduleName | Family
+) -> float:
+    """A lower bound of the makespan over the layouts with which a search begins, without a table; infinity if the
+    program has fewer pieces than ranks. Arguments as in ``balance``."""
+    pieces, _ = next(_pieces(program, work, ranks))
+    merged = work.merged(pieces)
+    judge = Judge(merged, with_costs(schedule), microbatches, None)
+    layouts = {layout_of(merged, recipe) for recipe in recipes(merged, ranks, microbatches, None)}
+    return min(map(judge.lower_bound, layouts), default=math.inf)
 
 
 def _pieces(program: Program, fine: BlockGraph, ranks: int) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -275,6 +302,17 @@ class Balancing:
     """The result of an earlier search, which is given in place of a search."""
     costed: tuple[Any, NodeCosts] | None = None
     """The arguments and the result of the last call of ``costs``."""
+    known: dict[Hashable, Any] | None = None
+    """The results that plans of the same model share, by their arguments; None: nothing is shared."""
+
+    def once(self, key: Hashable, make: Callable[[], Result]) -> Result:
+        """The result of ``make``, or the result of an earlier plan that had the same ``key``."""
+        if self.known is None:
+            return make()
+        if key not in self.known:
+            self.known[key] = make()
+        shared: Result = self.known[key]
+        return shared
 
     def finds_placement_of(self, stages: int) -> bool:
         """Whether the user left the stages' ranks open, and there is a choice of ranks or a memory limit to keep."""
@@ -350,22 +388,41 @@ class Balancing:
         keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
         key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes, tuple(program.gathered))
         if self.costed is None or self.costed[0] != key:
-            with checkpoints_that_keep() if keeping else contextlib.nullcontext():
-                node_costs = costs_from_shapes(
-                    program,
-                    example_of(shape),
-                    self.device,
-                    pattern.ambient.autocast,
-                    self.hardware,
-                    self.compute,
-                    Account.from_options(self.options, self.topology),
-                    bytes_of_inputs(pattern.shapes, self.options.precision),
-                    # no halves if backwards run as a whole, or if a compiler cuts them
-                    halves=self.options.stage_compiler is None and self.options.parallelize is None,
-                    groups=self._groups(program, pattern.microbatches, shape),
-                )
+            account = Account.from_options(self.options, self.topology)
+            batch = bytes_of_inputs(pattern.shapes, self.options.precision)
+
+            def counted() -> NodeCosts:
+                with checkpoints_that_keep() if keeping else contextlib.nullcontext():
+                    return costs_from_shapes(
+                        program,
+                        example_of(shape),
+                        self.device,
+                        pattern.ambient.autocast,
+                        self.hardware,
+                        self.compute,
+                        account,
+                        batch,
+                        # no halves if backwards run as a whole, or if a compiler cuts them
+                        halves=self.options.stage_compiler is None and self.options.parallelize is None,
+                        groups=self._groups(program, pattern.microbatches, shape),
+                    )
+
+            node_costs = self.once(self._key(program, pattern, shape, keeping), counted)
+            node_costs = node_costs.on(self.hardware, account, batch)
             self.costed = key, replace(node_costs, source=f"costs by shapes on {self.options.device.source}")
         return self.costed[1]
+
+    def _key(self, program: Program, pattern: Pattern, shape: Description, keeping: bool) -> Hashable:
+        """What the seconds and saved bytes of nodes depend on: groups of micro-batches on the batch and on replicas,
+        too."""
+        groups = (pattern.microbatches, self.topology.size(BATCH)) if program.gathered else ()
+        return "costs", program.graph, pattern.ambient.autocast, shape, keeping, tuple(program.gathered), groups
+
+    def blocks(self, program: Program, pattern: Pattern, shape: Description) -> BlockGraph:
+        """The finest block graph of a program, at the costs of a pattern."""
+        costs = self.costs(program, pattern, shape)
+        key = "blocks", self._key(program, pattern, shape, False)
+        return replace(self.once(key, lambda: work_of_program(program, costs)), costs=costs)
 
     def _groups(self, program: Program, microbatches: int, shape: Description) -> dict[int, Group]:
         """Gathered stage → the group of micro-batches for which it runs once, of this batch or of all replicas."""
@@ -390,10 +447,17 @@ class Balancing:
             arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
-            how = self.options.recompute, True, recut, None if recut else placement
+            work = None if program.stage_of and not recut else self.blocks(program, pattern, shape)
+            how = self.options.recompute, True, recut, None if recut else placement, work
             # Offload decides later how much of the activations is on the device.
             within = self.memory is not None
-            balanced = self.options.within_memory(lambda memory: balance(*arguments, memory if within else None, *how))
-        if balanced.others:
+            limit = (self.options.device.memory, costs.account) if within else None
+
+            def found() -> Balanced:
+                return self.options.within_memory(lambda memory: balance(*arguments, memory if within else None, *how))
+
+            counted = self._key(program, pattern, shape, False)
+            balanced = self.once((counted, *arguments[1:3], self.options.schedule, limit, how[:4]), found)
+        if balanced.others and self.known is None:
             log(str(balanced))
         return balanced

@@ -160,6 +160,13 @@ class NodeCosts:
     def __getitem__(self, name: str) -> NodeCost:
         return self.nodes.get(name, _NOTHING)
 
+    def on(self, hardware: Hardware, account: Account, batch: Mapping[str, int]) -> NodeCosts:
+        """The costs on ranks that count parameters by another ``account``, behind other links, for a batch of other
+        sizes. ``batch``: the same inputs → their bytes in all micro-batches."""
+        first = len(self.parameters) - len(batch)  # the entries of inputs are the last
+        inputs = {first + number: ParameterCost(size) for number, size in enumerate(batch.values())}
+        return replace(self, hardware=hardware, account=account, parameters={**self.parameters, **inputs})
+
     def saved_bytes(self, keys: Iterable[int]) -> int:
         """The bytes of the memory of these keys."""
         return sum(map(self.memory.__getitem__, keys))

@@ -1,0 +1,370 @@
+"""``choose``: compares the plans of a model on a number of ranks, and says which to take.
+
+1. The grid has all ways to split the ranks and the batch, with each ``zero``, ``recompute`` and ``offload``.
+2. One plan is simulated as ``fxpipe.preview`` does. Its costs give estimates for all others.
+3. The plan with the least estimate is simulated next, until no estimate is below the fastest plan that fits.
+4. If no plan fits, the smallest plans are simulated, and the changes that would make them fit.
+
+All plans share one capture for each number of rows of a micro-batch, and what was counted, cut and split for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpipe.batch.description import bind, describe
+from fxpipe.batch.rows import counts_of, row_count
+from fxpipe.batch.rules import InRows, rule_of
+from fxpipe.compiler import PreviewArguments, previewed_plans
+from fxpipe.distributed.grid import BATCH
+from fxpipe.distributed.topology import Topology
+from fxpipe.errors import FxpipeError, RunError, TopologyError, TraceError
+from fxpipe.forecast.choice import Choice, ChosenPlan, written
+from fxpipe.forecast.estimate import Estimates, GridPlan, Work, work_of
+from fxpipe.forecast.figures import Stepping, preview_of
+from fxpipe.graph.program import Program
+from fxpipe.hardware import Hardware
+from fxpipe.no_gc import paused
+from fxpipe.options import AUTO, Options, Recompute, taking
+from fxpipe.packed import counted
+from fxpipe.plan.plans import Plans
+from fxpipe.policies import Zero, ZeroLevel
+from fxpipe.schedules.schedule import Schedule
+from fxpipe.search.choose import least_seconds
+from fxpipe.search.memory import Account
+from fxpipe.search.node_costs import NodeCosts
+from fxpipe.stage.with_loss import about_target
+from fxpipe.torch_compat import pytree
+from fxpipe.trace import Request
+from fxpipe.validation import Expected, check, is_mapping, is_number, is_whole, list_of
+
+LITTLE = 0.02
+"""The fraction of a step's time that is too small a gain for simulating a plan."""
+MOST = 48
+"""The most plans that are simulated."""
+NEAREST = 3
+"""The number of plans that are simulated if none fits by its estimate."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChooseArguments(Options):
+    """The parameters of ``choose``. The options are checked where a plan takes them."""
+
+    model: nn.Module
+    ranks: int = field(kw_only=True)
+    rows: int | None = field(default=None, kw_only=True)
+    memory: float | None = field(default=None, kw_only=True)
+    ranks_per_node: int | None = field(default=None, kw_only=True)
+    axes: Mapping[str, Sequence[int]] = field(default_factory=dict, kw_only=True)
+    optimizer: str | Callable[..., torch.optim.Optimizer] = field(default="adamw", kw_only=True)
+    boundaries: Any = field(default=AUTO, kw_only=True)
+    zero: ZeroLevel | Zero | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+    recompute: Recompute | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+    offload: Recompute | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        check(RunError, _KINDS, ranks=self.ranks, axes=self.axes)
+        check(RunError, _KINDS, **{name: getattr(self, name) for name in _MAYBE if getattr(self, name) is not None})
+
+
+_WHOLE = Expected(lambda value: is_whole(value) and value > 0, "a whole number of at least 1")
+_MAYBE = "rows", "memory", "ranks_per_node"
+_KINDS: Mapping[str, Expected] = {
+    **dict.fromkeys(("ranks", "rows", "ranks_per_node"), _WHOLE),
+    "memory": Expected(lambda value: is_number(value) and value > 0, "a number of bytes, as 80e9"),
+    "axes": Expected(
+        lambda value: is_mapping(value) and all(list_of(_WHOLE.fits)(sizes) and len(sizes) for sizes in value.values()),
+        'a dict axis -> the sizes to try, as {"tensor": (1, 2, 4), "pipe": (4, 8)}',
+    ),
+}
+
+
+@taking(ChooseArguments)
+def choose(given: ChooseArguments) -> Choice:  # noqa: D417  (the parameters are the fields of its class)
+    """Compares the plans of a model on ``ranks`` ranks, in one process without GPUs: the best, in order, as a table.
+
+    A plan is a split of the ranks over the axes, a number of micro-batches, ``zero``, ``recompute`` and ``offload``.
+    What the call leaves out is chosen; ``zero=1`` or ``microbatches=32`` is kept as it is. Each plan of the result has
+    its ``fxpipe.preview``, and ``code``, the call of ``fxpipe.compile`` to paste. No plan that is left out is
+    estimated to be faster by 2 %. The model and the example may be on the meta device. ``fxpipe.preview`` explains the
+    other arguments.
+
+    Args:
+        model: as in ``fxpipe.compile``.
+        ranks: the number of ranks.
+        rows: the rows of a batch, over all replicas. None: as many as the example has.
+        memory: the bytes of a rank that a plan may use. None: the memory of ``hardware``.
+        ranks_per_node: the ranks that reach each other fast. None: all.
+        axes: axis → the sizes to try. "pipe" and "data" have all sizes unless they are named here. Name "tensor",
+            "expert" and "context" if ``parallelize`` uses them; they are the innermost, in this order.
+        hardware: a GPU's name, or a ``fxpipe.Hardware`` with speeds.
+        example_args: a batch of any number of rows; its rows are repeated.
+
+    Raises:
+        RunError: an argument is out of its range, ``hardware`` has no speeds, or no way to split the ranks divides the
+            rows.
+        TraceError, PartitionError, ScheduleError, TopologyError: as ``fxpipe.preview``, where no plan can be made.
+    """
+    with paused():
+        return _Choosing(given).choice()
+
+
+class _Fitting(PreviewArguments):
+    """Options of a preview that raises DoesNotFit if no plan fits."""
+
+    shows_nearest = False
+
+
+class _Choosing:
+    """One call of ``choose``."""
+
+    def __init__(self, given: ChooseArguments) -> None:
+        self.given, self.known = given, dict[Hashable, Any]()
+        hardware = Hardware.of(given.hardware)
+        if not hardware.has_speeds:
+            raise RunError('choose compares seconds, and hardware= has no speeds; write hardware="h100"')
+        self.hardware = hardware if given.memory is None else replace(hardware, memory=float(given.memory))
+        names = {each.name for each in fields(Options)} & {each.name for each in fields(PreviewArguments)}
+        values = {name: getattr(given, name) for name in names | {"optimizer"}}
+        default = {each.name: each.default for each in fields(PreviewArguments)}
+        self.options = {name: value for name, value in values.items() if value is not default[name]}
+        for name in ("example_args", "example_kwargs", "hardware", "microbatches", "zero", "recompute", "offload"):
+            self.options.pop(name, None)
+        self.example = self._bound()
+        self.rows = given.rows or self._rows
+        self._costed = dict[int, tuple[Plans, Stepping]]()
+        self._work = cache(self._work_of)
+        self.estimates = Estimates(self._work_for, self._static, self._uneven, self.hardware, given.schedule)
+        self.plans = dict[GridPlan, ChosenPlan]()
+        self.refused = dict[GridPlan, FxpipeError]()
+
+    def _bound(self) -> dict[str, Any]:
+        """The example's inputs by name. RunError without an example, or if its rows cannot be repeated."""
+        given = self.given
+        if not given.has_example:
+            raise RunError("choose needs the shapes of a batch: pass example_args= or example_kwargs=")
+        if rules := counted(given.batch_dim):
+            raise RunError(f"choose repeats the rows of the example, and batch_dim= packs {', '.join(rules)}")
+        signature = Request.signature(given.model, given.loss_fn)
+        try:
+            bound = bind(signature, tuple(given.example_args or ()), given.example_kwargs or {})
+        except TypeError as error:
+            hint = about_target(given.loss_fn, error)
+            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}{hint}") from None
+        self._rows = row_count(describe(bound), given.batch_dim, counts_of(bound, given.batch_dim)) or 1
+        return bound
+
+    def _batch(self, rows: int) -> dict[str, Any]:
+        """The example with another number of rows: its own rows, again and again."""
+
+        def repeated(tensor: Tensor, dim: int) -> Tensor:
+            have = tensor.shape[dim]
+            return tensor.index_select(dim, torch.arange(rows, device=tensor.device) % have)
+
+        batch = dict(self.example)
+        for name, value in batch.items():
+            rule = rule_of(self.given.batch_dim, name, value)
+            if type(rule) is InRows:
+                batch[name] = pytree.tree_map_only(Tensor, partial(repeated, dim=rule.dim), value)
+        return batch
+
+    # 1. the grid
+
+    def grid(self, ranks: int, **freed: Any) -> Iterator[GridPlan]:
+        """All plans. ``freed``: options in place of the call's own; None: all its values."""
+        given = {name: getattr(self.given, name) for name in ("microbatches", "zero", "recompute", "offload")} | freed
+        names = [name for name in ("tensor", "expert", "context") if name in self.given.axes]
+        for sizes in itertools.product(*(self.given.axes[name] for name in names)):
+            inner = tuple(zip(names, sizes, strict=True))
+            if ranks % math.prod(sizes):
+                continue
+            left, expert = ranks // math.prod(sizes), dict(inner).get("expert", 1)
+            for pipe in _divisors(left):
+                axes = (("pipe", pipe), ("data", left // pipe), *inner)
+                if any(size not in self.given.axes.get(name, (size,)) for name, size in axes):
+                    continue
+                replicas = left // pipe * expert
+                if self.rows % replicas:
+                    continue
+                counts = [each for each in _divisors(self.rows // replicas) if given["microbatches"] in (None, each)]
+                settings = itertools.product(counts, self._zeros(axes, given["zero"]), self._ways(given))
+                for count, (zero, shards), (again, host) in settings:
+                    yield GridPlan(axes, count, self.rows // replicas // count, zero, again, host, shards)
+
+    def _zeros(self, axes: Sequence[tuple[str, int]], wanted: ZeroLevel | Zero | None) -> Iterator[tuple[Zero, int]]:
+        """The settings of ``zero``, with the number of ranks that shard."""
+        try:
+            topology = Topology(axes, self.given.ranks_per_node)
+        except TopologyError:  # nodes would not be alike
+            return
+        whole, node = topology.groups(BATCH), topology.shard_groups()
+        sizes = {"data": min(map(len, whole)), "node": min(map(len, node))}
+        if wanted is not None:
+            zero = wanted if isinstance(wanted, Zero) else Zero(wanted)
+            yield zero, sizes[zero.scope] if zero.level else sizes["data"]
+            return
+        yield Zero(0), sizes["data"]
+        levels: tuple[ZeroLevel, ...] = (1, 2, 3) if self.given.parallelize is None else (1, 2)
+        for level in levels if sizes["data"] > 1 else ():
+            if sizes["node"] > 1:
+                yield Zero(level), sizes["node"]
+            if sizes["node"] != sizes["data"]:
+                yield Zero(level, "data"), sizes["data"]
+
+    def _ways(self, given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+        """The settings of ``recompute`` and ``offload``: with a limit of memory also "auto"."""
+        limited = self.hardware.memory is not None
+        copies = limited and self.hardware.host_link is not None
+        again = [False, *[AUTO] * limited] if given["recompute"] is None else [given["recompute"]]
+        host = [False, *[AUTO] * copies] if given["offload"] is None else [given["offload"]]
+        return list(itertools.product(again, host))
+
+    # 2. and 3. simulated plans
+
+    def simulate(self, plan: GridPlan, nearest: bool = False) -> ChosenPlan | None:
+        """The plan as ``fxpipe.preview`` has it; None if there is no table for it, or if it does not fit. ``nearest``:
+        whether the nearest plan is simulated if it does not fit."""
+        ours: dict[str, Any] = {"microbatches": plan.microbatches, "zero": plan.zero}
+        ours |= {name: value for name in ("recompute", "offload") if (value := getattr(plan, name)) is not False}
+        ours["hardware"] = self.given.hardware if self.given.memory is None else self.hardware
+        axes = [(name, size) for name, size in plan.axes if size > 1 or name == "pipe" or name in self.given.axes]
+        try:
+            topology = Topology(axes, self.given.ranks_per_node)
+            batch = self._batch(plan.rows * plan.microbatches)
+            arguments_of = PreviewArguments if nearest else _Fitting
+            arguments = arguments_of(self.given.model, topology, **self.options, **ours, example_kwargs=batch)
+            plans, stepping, parts = previewed_plans(arguments, self.known)
+            preview = preview_of(plans, stepping, parts)
+        except TraceError:
+            raise
+        except FxpipeError as error:
+            self.refused[plan] = error
+            return None
+        if preview.seconds is None:
+            raise RunError("choose compares seconds, and the costs of this model are not known from its shapes")
+        if plan.rows not in self._costed:
+            self._costed[plan.rows] = plans, stepping
+            self._work.cache_clear()
+        self.plans[plan] = ChosenPlan(topology, ours, self.options, preview, plan.rows)
+        self.estimates.learn(plan, preview.seconds)
+        return self.plans[plan]
+
+    def _work_for(self, rows: int) -> Work:
+        return self._work(rows)
+
+    def _work_of(self, rows: int) -> Work:
+        """The work of a micro-batch, from the costs of as many rows, or of the nearest number of rows."""
+        near = min(self._costed, key=lambda other: (abs(math.log(other / rows)), other))
+        program, costs = self._costs_of(near)
+        return work_of(program, costs, rows / near)
+
+    def _costs_of(self, rows: int) -> tuple[Program, NodeCosts]:
+        plans, _ = self._costed[rows]
+        shown, program = plans.shown, plans.captures.program
+        assert shown is not None
+        assert shown.shape is not None
+        assert program is not None
+        return program, plans.captures.source.balancing.costs(program, shown, shown.shape)
+
+    def _static(self, zero: Zero, shards: int) -> float:
+        """The bytes of all parameters, gradients and states on the ranks of a replica together."""
+        rows, (_, stepping) = next(iter(self._costed.items()))
+        account = Account(zero.level if shards > 1 else 0, shards, self.given.precision, stepping.states)
+        _, costs = self._costs_of(rows)
+        return sum(each.on(account).sum for each in costs.parameters.values() if each.count)
+
+    def _uneven(self, pipe: int) -> float:
+        """The least seconds of the layouts of a search, as a multiple of the seconds of equal stages. 1 without a
+        search."""
+        rows, (plans, _) = next(iter(self._costed.items()))
+        balancing, shown, schedule = plans.captures.source.balancing, plans.shown, self.given.schedule
+        if not balancing.finds_cuts or pipe == 1 or isinstance(schedule, Schedule):
+            return 1.0
+        program, _ = self._costs_of(rows)
+        assert shown is not None
+        assert shown.shape is not None
+        count, work = 4 * pipe, balancing.blocks(program, shown, shown.shape)
+        seconds = least_seconds(program, work, pipe, count, schedule)
+        return seconds / self.estimates.of_equal_stages(self._work(rows), pipe, count)
+
+    def choice(self) -> Choice:
+        """The plans in order."""
+        waiting = list(self.grid(self.given.ranks))
+        if not waiting:
+            raise RunError(
+                f"no way to split {self.given.ranks} ranks over the axes divides the {self.rows} rows of a batch; pass "
+                "other rows=, axes=, microbatches= or ranks_per_node="
+            )
+        count = len(waiting)
+        # The first plan: neither the longest pipeline nor the shortest, and the smallest micro-batches.
+        middle = math.sqrt(self.given.ranks)
+        waiting.sort(key=lambda plan: (plan.rows, abs(math.log(plan.pipe / middle)), not plan.keeps_all))
+        while waiting and not self.plans:
+            first = waiting.pop(0)
+            if self.simulate(first, nearest=True) is None:  # perhaps there are fewer stages than ranks
+                waiting = [plan for plan in waiting if plan.pipe != first.pipe]
+        if not self.plans:
+            raise next(iter(self.refused.values()))
+        self._search(waiting)
+        fitting = [plan for plan in self.plans.values() if plan.preview.fits is not False]
+        remedies = () if fitting else tuple(self._remedies())
+        refused = {f"{plan}": str(error) for plan, error in self.refused.items()}
+        return Choice(tuple(sorted(self.plans.values(), key=_merit)), count, refused, remedies)
+
+    def _search(self, waiting: list[GridPlan]) -> None:
+        """Simulates plans, the one with the least estimate first, until no estimate is below the fastest that fits."""
+        memory = math.inf if self.hardware.memory is None else self.hardware.memory
+        waiting = [plan for plan in waiting if plan not in self.refused]
+        while waiting and len(self.plans) < MOST:
+            fitting = [plan for plan in waiting if self.estimates.bytes(plan) <= memory]
+            done = [each for each in self.plans.values() if each.preview.fits is not False]
+            best = min((each.seconds for each in done), default=math.inf)
+            plan = min(fitting, key=self.estimates.seconds, default=None)
+            if plan is None or self.estimates.seconds(plan) >= (1 - LITTLE) * best:
+                break
+            waiting.remove(plan)
+            chosen = self.simulate(plan)
+            # Where everything stays in memory, "auto" changes nothing.
+            if chosen is not None and chosen.preview.fits and plan.keeps_all:
+                waiting = [other for other in waiting if replace(other, recompute=False, offload=False) != plan]
+        if not any(each.preview.fits is not False for each in self.plans.values()):
+            for plan in sorted(waiting, key=self.estimates.bytes)[:NEAREST]:
+                self.simulate(plan, nearest=True)
+
+    def _remedies(self) -> Iterator[tuple[str, ChosenPlan]]:
+        """What would make a plan fit: each option that the call fixes, left open; or twice the ranks."""
+        simulated, self.plans = self.plans, {}
+        for name in ("recompute", "offload", "zero", "microbatches"):
+            if (own := getattr(self.given, name)) is not None:
+                own = Zero(own) if name == "zero" and not isinstance(own, Zero) else own
+                grid = self.grid(self.given.ranks, **{name: None})
+                for plan, chosen in self._smallest(plan for plan in grid if getattr(plan, name) != own):
+                    yield f"{name}={written(name, getattr(plan, name))}", chosen
+        more = 2 * self.given.ranks
+        yield from ((f"{more} ranks", chosen) for _, chosen in self._smallest(self.grid(more)))
+        self.plans = simulated
+
+    def _smallest(self, grid: Iterator[GridPlan]) -> Iterator[tuple[GridPlan, ChosenPlan]]:
+        """The plan with the least estimate of its bytes, simulated; none if no plan has a table."""
+        for plan in sorted(grid, key=self.estimates.bytes):
+            if (chosen := self.simulate(plan, nearest=True)) is not None:
+                yield plan, chosen
+                return
+
+
+def _merit(plan: ChosenPlan) -> tuple[bool, float, float]:
+    """A sort key, less is better: plans that fit by their seconds, to four digits, then by bytes; others by bytes."""
+    fits = plan.preview.fits is not False
+    return not fits, float(f"{plan.seconds:.4g}") if fits else 0.0, plan.bytes
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
