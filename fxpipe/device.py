@@ -79,6 +79,11 @@ def shared_name(device: torch.device) -> str:
     return device.type if device == current() else str(device)
 
 
+def allocated(device: torch.device) -> int:
+    """The bytes that tensors of this process have on an accelerator now, by the host's order of work."""
+    return int(torch.get_device_module(device).memory_allocated(device))
+
+
 def default_device() -> str:
     """The name of ``torch.get_default_device()``, with a fast path: a default other than CPU is a function mode."""
     return shared_name(torch.get_default_device()) if function_modes() else "cpu"

@@ -5,6 +5,7 @@ The bytes that a rank sends over the data axis in a step follow from the formula
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,17 @@ def with_figures(plans: Plans, costs: Costs | None, graph: StageGraph) -> StageG
     except FigureMissing:
         return graph
     return replace(graph, bytes_of={**known.bytes_of, **graph.bytes_of}, work=known.work)
+
+
+def planned_costs(plans: Plans, table: Schedule) -> Costs | None:
+    """The costs at which a table of the plans' stages was made, and what these lack by shapes; None if not known."""
+    own = table.costs
+    with contextlib.suppress(FigureMissing):
+        forecast = _Forecast(plans, Stepping(), {})
+        if forecast.staged is not None:
+            by_shapes = forecast.costs_of(table)
+            return own.or_else(by_shapes) if own is not None and own.source else by_shapes
+    return own
 
 
 class _Forecast:

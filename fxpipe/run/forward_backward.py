@@ -20,7 +20,7 @@ from fxpipe.distributed.activity import NOTHING, Alike, announced
 from fxpipe.distributed.traffic import Metered, Traffic
 from fxpipe.errors import CheckpointError, FxpipeError, RunError, nearest
 from fxpipe.forecast.advice import Advice, advise
-from fxpipe.forecast.figures import with_figures
+from fxpipe.forecast.figures import planned_costs, with_figures
 from fxpipe.forecast.uneven import saving_of
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.stage_graph import StageGraph
@@ -388,13 +388,19 @@ class ForwardBackward:
 
     # measurements
 
-    def record_timeline(self, on: bool = True) -> None:
-        """Turns timing of later steps for ``timeline()`` on or off; off by default. Call with the same on all ranks."""
-        _check_flag(on=on)
-        self._steps.recorder.on = on
+    def record_timeline(self, on: bool = True, memory: bool = False) -> None:
+        """Turns timing of later steps for ``timeline()`` on or off; off by default. Call with the same on all ranks.
+
+        Args:
+            on: whether later steps are timed.
+            memory: whether they also record the bytes around each action, for ``timeline(memory=True)``. On the CPU
+                this takes the host some microseconds for each node of autograd's graph, between the actions.
+        """
+        _check_flag(on=on, memory=memory)
+        self._steps.recorder.on, self._steps.recorder.with_memory = on, on and memory
         self._transport.timed |= on
 
-    def timeline(self) -> Timeline:
+    def timeline(self, memory: bool = False) -> Timeline:
         """Returns the times of all actions of the last recorded step, in seconds. A collective call of a pipe group.
 
         ``schedule.simulate()`` returns the same type: print it, draw it, or ``fxpipe.compare`` it with a plan.
@@ -402,12 +408,21 @@ class ForwardBackward:
         before the first action and after the last; the optimizer's step is not included. Events time the work of a
         GPU, and this call waits for the events.
 
+        Args:
+            memory: whether the timeline has the bytes of each rank, at the start and end of each action: ``memory``,
+                ``peak_bytes``, and a curve in pictures. On a GPU they are ``torch.cuda.memory_allocated()``, in the
+                order in which the host ran the actions. On the CPU they are the activations: what autograd, or a
+                recomputation, holds for later actions, without parameters and the batch. The bytes that an action
+                takes and frees while it runs are in neither.
+
         Raises:
-            RunError: no step was recorded.
+            RunError: no step was recorded, or not the bytes that ``memory`` asks for. All ranks raise it.
         """
+        _check_flag(memory=memory)
         with self._collective("timeline", of_all=False):
-            timeline = self._steps.recorder.timeline()
-        return replace(timeline, advice=partial(advise, self._plans, timeline.costs, timeline))
+            timeline = self._steps.recorder.timeline(memory)
+        plan = partial(planned_costs, self._plans, timeline.schedule)
+        return replace(timeline, plan=plan, advice=partial(advise, self._plans, timeline.costs, timeline))
 
     def advise(self) -> Advice:
         """Returns the one change of ``placement=`` that would shorten a step most, at the measured costs; print it.

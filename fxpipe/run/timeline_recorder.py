@@ -16,8 +16,9 @@ from fxpipe.distributed.stopwatch import Copied, Elapsed, Lap, Reduced, Stopwatc
 from fxpipe.distributed.transport import Transport
 from fxpipe.errors import RunError
 from fxpipe.plain_data import admitted
+from fxpipe.run.memory_recorder import MemoryRecorder
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.action_times import Copy, Reduction, Span, awaits_copy
+from fxpipe.schedules.action_times import ActionBytes, Copy, Reduction, Span, awaits_copy
 from fxpipe.schedules.costs import Cost, Costs
 from fxpipe.schedules.kinds import BACKWARD, KINDS, Kind, Lane
 from fxpipe.schedules.schedule import Schedule, Timeline
@@ -34,10 +35,13 @@ class TimelineRecorder:
         self._transport, self._device = transport, device
         self.stopwatch: Stopwatch | None = None
         """The observer of the step that runs, if the step is timed."""
-        self._last: tuple[int, Schedule, Stopwatch, Sequence[int]] | None = None
+        self._last: _Records | None = None
         self.loaded: Costs | None = None
         """The costs that a checkpoint has brought, used until a step is timed; the same on every rank."""
-        self.on = False
+        self.on = self.with_memory = False
+        """Whether steps are timed; and whether their bytes are recorded, too."""
+        self.memory: MemoryRecorder | None = None
+        """The observer of the bytes of the step that runs, if they are recorded."""
 
     @property
     def has_costs(self) -> bool:
@@ -55,6 +59,7 @@ class TimelineRecorder:
 
     def begin(self) -> None:
         """Starts recording a step, if ``on``."""
+        self.memory = None
         self.stopwatch = Stopwatch(clock_of(self._device, of_a_step=True)) if self.on else None
         if self.stopwatch is not None:
             self.stopwatch.on_step("")
@@ -62,17 +67,28 @@ class TimelineRecorder:
     def keep(self, step: int, schedule: Schedule, order: Sequence[int]) -> None:
         """Keeps the times of a step, if it was timed. ``order``: the number in the batch of each micro-batch."""
         if self.stopwatch is not None:
-            self._last = step, schedule, self.stopwatch, order
+            notes = None if self.memory is None else self.memory.notes
+            self._last = step, schedule, self.stopwatch, order, notes
 
-    def timeline(self) -> Timeline:
-        """Returns the start and end of each action of the last timed step. A collective call of a pipe group."""
-        schedule, stopwatch, order = self._recorded("pipe")
+    def timeline(self, memory: bool = False) -> Timeline:
+        """Returns the start and end of each action of the last timed step, and the bytes around them if ``memory``. A
+        collective call of a pipe group."""
+        step, schedule, stopwatch, order, notes = self._recorded("pipe")
+        noted = self._transport.gather("pipe", notes)
+        if memory and None in noted:
+            without = ", ".join(str(rank) for rank, notes in enumerate(noted) if notes is None)
+            raise RunError(
+                f"the bytes of step {step} were not recorded on rank {without} of the pipe group; call "
+                "record_timeline(memory=True) before the step, on every rank"
+            )
         ahead, in_turns = clock_offset(self._transport), self._transport.pipe_rank is None
         mine = stopwatch.laps(ahead), stopwatch.reductions(ahead), stopwatch.parts(ahead), stopwatch.copies(ahead)
         laps, reductions, courses, copies = zip(*self._transport.gather("pipe", mine), strict=True)
         chain = itertools.chain.from_iterable
         timeline = timeline_of(schedule, chain(laps), in_turns, reductions, courses, chain(copies))
-        return replace(timeline, order=() if sorted(order) == list(order) else tuple(order))
+        of_rank = {rank: tuple(row) for notes in noted for rank, row in notes.items()} if memory else {}
+        bytes_around = tuple(of_rank[rank] for rank in sorted(of_rank))
+        return replace(timeline, order=() if sorted(order) == list(order) else tuple(order), memory=bytes_around)
 
     def recorded(self) -> Timeline | None:
         """Returns ``timeline()``; None if costs were loaded and no step was timed since. A collective call of a pipe
@@ -95,8 +111,8 @@ class TimelineRecorder:
             raise RunError("no micro-batch of the recorded step had weight, so no backward ran; record another step")
         return mean_costs(measured, activation_bytes)
 
-    def _recorded(self, *scopes: str) -> tuple[Schedule, Stopwatch, Sequence[int]]:
-        """Returns the schedule and the times of the last timed step. RunError on all ranks of ``scopes`` unless all of
+    def _recorded(self, *scopes: str) -> _Records:
+        """Returns the records of the last timed step. RunError on all ranks of ``scopes`` unless all of
         them have timed the same step."""
         steps = {self._last[0] if self._last is not None else -1}
         for scope in scopes:
@@ -105,7 +121,11 @@ class TimelineRecorder:
             raise RunError("no step was recorded; call record_timeline() before the step, on every rank")
         if len(steps) > 1:
             raise RunError(f"the ranks last recorded different steps, {sorted(steps)}; call record_timeline() on all")
-        return self._last[1:]
+        return self._last
+
+
+_Records = tuple[int, Schedule, Stopwatch, Sequence[int], "Mapping[int, Sequence[ActionBytes]] | None"]
+"""The step's number, its schedule and times, the number in the batch of each micro-batch, and each rank's bytes."""
 
 
 def timeline_of(

@@ -69,6 +69,18 @@ class Reduction(NamedTuple):
     end: float
 
 
+class ActionBytes(NamedTuple):
+    """The bytes of memory when an action started, and when it had ended."""
+
+    action: Action
+    start: int
+    end: int
+
+    @property
+    def most(self) -> int:
+        return max(self.start, self.end)
+
+
 @dataclass(frozen=True)
 class ActionTimes:
     """The spans of a table's actions. Times are in the unit of the costs, in seconds if measured; the first action
@@ -92,11 +104,20 @@ class ActionTimes:
     """The copies of activations to the host and back; each rank's in the order in which they began."""
     order: tuple[int, ...] = ()
     """The micro-batch of the batch that ran as each micro-batch of the table; empty where these are the same."""
+    memory: tuple[tuple[ActionBytes, ...], ...] = ()
+    """For each rank, the bytes around its actions, in order; empty if no bytes were recorded."""
+    plan: Costs | Callable[[], Costs | None] | None = field(default=None, compare=False, repr=False)
+    """For a measured timeline of a run: the costs of the plan, or finds them; see ``planned``."""
     advice: Callable[[], object] | None = field(default=None, compare=False, repr=False)
     """For a measured timeline of a run: finds the one change of placement that would help most, as ``advise`` does."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "advice": None}  # the advice comes from the run's own state
+        return {**vars(self), "plan": self.planned, "advice": None}  # both come from the run's own state
+
+    @cached_property
+    def planned(self) -> Costs | None:
+        """For a measured timeline: the costs of the plan, in seconds and bytes as far as known; None if not known."""
+        return self.plan() if callable(self.plan) else self.plan
 
     @cached_property
     def spent(self) -> tuple[Spent, ...]:
@@ -143,8 +164,22 @@ class ActionTimes:
 
     @cached_property
     def peak_bytes(self) -> tuple[float, ...] | None:
-        """Per rank, the most bytes of micro-batches in flight; None if the costs have no ``activation_bytes``."""
+        """Per rank, the most bytes: as measured, if they were recorded; otherwise the bytes of micro-batches in flight,
+        or None if the costs have no ``activation_bytes``."""
+        if self.memory:
+            return tuple(0.0 if peak is None else float(peak.most) for peak in self.peaks)
         return None if self.costs.activation_bytes is None else peak_bytes(self.schedule, self.costs)
+
+    @property
+    def planned_peak_bytes(self) -> tuple[float, ...] | None:
+        """Per rank, the most bytes of micro-batches in flight by the plan of a measured step; None if not known."""
+        plan = self.planned
+        return None if plan is None or not plan.activation_bytes else peak_bytes(self.schedule, plan)
+
+    @cached_property
+    def peaks(self) -> tuple[ActionBytes | None, ...]:
+        """Per rank, the first action around which the most bytes were measured; None for a rank without actions."""
+        return tuple(max(row, key=lambda each: each.most, default=None) for row in self.memory)
 
     @cached_property
     def lower_bound(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -150,14 +151,16 @@ def sharing(edges: Sequence[EdgeLike], rank_of: RankOf, values: Sequence[Hashabl
     for index, (edge, value) in enumerate(zip(edges, values or range(len(edges)), strict=True)):
         groups.setdefault((edge.source, value), []).append(index)
     same = {index: group for group in groups.values() for index in group}
+    return partial(_shared, edges, rank_of, same)  # which pickles, as a table and its timelines do
 
-    def shared(index: int, microbatch: int) -> Sequence[int]:
-        there = rank_of(edges[index].target, microbatch)
-        if len(same[index]) == 1 or rank_of(edges[index].source, microbatch) == there:
-            return (index,)
-        return [other for other in same[index] if rank_of(edges[other].target, microbatch) == there]
 
-    return shared
+def _shared(
+    edges: Sequence[EdgeLike], rank_of: RankOf, same: Mapping[int, Sequence[int]], index: int, microbatch: int
+) -> Sequence[int]:
+    there = rank_of(edges[index].target, microbatch)
+    if len(same[index]) == 1 or rank_of(edges[index].source, microbatch) == there:
+        return (index,)
+    return [other for other in same[index] if rank_of(edges[other].target, microbatch) == there]
 
 
 class Lowering:

@@ -229,10 +229,23 @@ def _figures(planned: Callable[[], ActionTimes]) -> list[str]:
     caps = [f"{name(stage)} {cap}" for stage, cap in sorted(schedule.dependencies.ahead.items()) if cap < m]
     if caps:
         figures.append(f"most ahead of those that read it: {', '.join(caps)}")
-    if timeline.peak_bytes is not None:
-        sizes = (f"rank {rank} {_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes))
+    if timeline.memory:
+        figures += _measured_peaks(timeline)
+    elif timeline.peak_bytes is not None:
+        sizes = (f"rank {rank} {in_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes))
         figures.append(f"activations at most: {', '.join(sizes)}")
     return figures
+
+
+def _measured_peaks(timeline: ActionTimes) -> Iterator[str]:
+    """Yields for each rank its most bytes, the action around which they were measured, and the planned bytes."""
+    planned = timeline.planned_peak_bytes
+    for rank, (row, peak) in enumerate(zip(timeline.memory, timeline.peaks, strict=True)):
+        if peak is not None:
+            # On a GPU, other memory was allocated before the step.
+            rise = f", {in_bytes(peak.most - row[0].start)} more than at the start" if row[0].start else ""
+            beside = "" if planned is None else f" (planned {in_bytes(planned[rank])})"
+            yield f"rank {rank}: peak {in_bytes(peak.most)} at {peak.action}{rise}{beside}"
 
 
 def _times(timeline: ActionTimes) -> str:
@@ -275,7 +288,8 @@ def in_seconds(time: float) -> str:
     return f"{number:.3g} {unit}" if number < 99.95 else f"{number:.0f} {unit}"
 
 
-def _bytes(size: float) -> str:
+def in_bytes(size: float) -> str:
+    """Bytes in the largest unit of which there is at least one, to a tenth."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     power = 0
     while size >= 1024 and power < len(units) - 1:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from fxpipe.errors import RunError
 from fxpipe.torch_compat import pytree
@@ -133,6 +133,11 @@ class Deferred:
             call.change_tensors(change)
 
     @property
+    def nodes(self) -> list[Node]:
+        """The nodes at which W begins."""
+        return [root.node for root in self._roots]
+
+    @property
     def pending(self) -> list[Tensor]:
         """The tensors that wait for W; of calls with a graph of their own, only the gradients."""
         return [*self._seeds, *(value for call in self._calls for value in call.pending)]
@@ -217,6 +222,12 @@ class _OwnGraph(NamedTuple):
     parameters: Sequence[Tensor]
     entered: Sequence[Tensor]
     roots: Sequence[GradientEdge]
+
+
+def nodes_within(node: Node) -> list[Node]:
+    """The last nodes of the call's own graph, if the node stands for a call whose parameter gradients W makes."""
+    own = getattr(node, "own", None)
+    return [root.node for root in own.roots] if isinstance(own, _OwnGraph) else []
 
 
 class _Join(torch.autograd.Function):

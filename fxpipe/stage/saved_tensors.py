@@ -18,6 +18,10 @@ class SavedTensor:
     tensor: Tensor | None
     version: int
 
+    def on_device(self) -> Sequence[Tensor]:
+        """The tensors that it holds on the device."""
+        return [] if self.tensor is None else [self.tensor]
+
 
 def unwritten(tensor: Tensor, expected: int) -> Tensor:
     """The tensor, if it has the expected version; otherwise the error that plain autograd raises."""

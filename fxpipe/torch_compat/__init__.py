@@ -26,9 +26,9 @@ PRIVATE = {
     "autograd.profiler._is_profiler_enabled distributions.Distribution._validate_args ops.aten._assert_async.msg "
     "ops.aten._assert_scalar.default ops.aten._assert_tensor_metadata.default ops.aten._local_scalar_dense.default "
     "ops.aten._to_copy.default ops.aten.add.Tensor._schema",
-    "torch._C": "DisableTorchFunction PyTorchFileReader _disabled_torch_function_impl _get_mkldnn_enabled "
-    "_functorch.is_functorch_wrapped_tensor _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled "
-    "_storage_Use_Count",
+    "torch._C": "DisableTorchFunction PyTorchFileReader _autograd.SavedTensor _disabled_torch_function_impl "
+    "_functorch.is_functorch_wrapped_tensor _get_mkldnn_enabled _len_torch_function_stack _set_grad_enabled "
+    "_set_mkldnn_enabled _storage_Use_Count",
     "torch._functorch.apis": "vmap_impl",
     "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException FakeTensor "

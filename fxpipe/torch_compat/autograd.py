@@ -8,15 +8,17 @@ same in 2.13 to 2.15.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import apis as vmap_home  # torch.vmap calls its vmap_impl
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils import checkpoint as checkpointing
 
 CHECKPOINT_GENERATOR = next(
@@ -61,6 +63,28 @@ def run_backward(roots: Sequence[GradientEdge], seeds: Sequence[Tensor | None]) 
 
 
 _run_engine = torch.autograd.Variable._execution_engine.run_backward
+
+
+def saved_in(node: Node) -> Iterator[Any]:
+    """Yields what a node has saved: tensors, or the values that a hook has packed in their place, and does not unpack
+    them; and the inputs of the ``torch.utils.checkpoint`` whose hook that is."""
+    for name in _names_of_saved(type(node)):
+        with contextlib.suppress(RuntimeError):  # a backward has freed it
+            raw = getattr(node, name)
+            yield from _contents(raw if isinstance(raw, (tuple, list)) else (raw,))
+
+
+def _contents(saved: Sequence[Any]) -> Iterator[Any]:
+    for each in saved:
+        if isinstance(each, torch._C._autograd.SavedTensor):
+            yield each.data  # type: ignore[attr-defined]
+            for cell in getattr(each.unpack_hook, "__closure__", None) or ():  # type: ignore[attr-defined]
+                yield from _contents(getattr(cell.cell_contents, "saved_args", ()))
+
+
+@cache
+def _names_of_saved(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def profiler_runs() -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,10 @@ class _Away(SavedTensor):
     """None: the tensor stays."""
     layout: _Layout | None = None
 
+    def on_device(self) -> Sequence[Tensor]:
+        there = self.memory.there if self.tensor is None and self.memory is not None else self.tensor
+        return [] if there is None else [there]
+
 
 @dataclass(slots=True)
 class _Wrapped(SavedTensor):
@@ -74,6 +78,12 @@ class _Wrapped(SavedTensor):
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
+
+    def on_device(self) -> Sequence[Tensor]:
+        if self.tensor is not None:
+            return [self.tensor]
+        parts = (part.on_device() if isinstance(part, SavedTensor) else [part] for part in self.parts.values())
+        return [part for each in parts for part in each if isinstance(part, Tensor)]
 
 
 @dataclass
@@ -285,14 +295,14 @@ class Offloaded:
         self._memories, self._on_host = [], None
 
 
-def storages(values: Iterable[Any]) -> set[int]:
-    """The ids of the storages of the tensors among these values; of a subclass, the storages of its parts."""
-    found: set[int] = set()
+def storages(values: Iterable[Any]) -> dict[int, int]:
+    """The ids and bytes of the storages of the tensors among these values; of a subclass, the storages of its parts."""
+    found: dict[int, int] = {}
     for value in values:
         if isinstance(value, Tensor):
             if type(value) in (Tensor, nn.Parameter):
                 if value.layout is torch.strided and not value.is_meta:
-                    found.add(storage_id(value))
+                    found[storage_id(value)] = value.untyped_storage().nbytes()
             elif _is_wrapper(value):
                 found |= storages(getattr(value, name) for name in value.__tensor_flatten__()[0])  # type: ignore[attr-defined]
     return found

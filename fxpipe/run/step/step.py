@@ -38,6 +38,7 @@ from fxpipe.run.actions.actions import Bound, apart_from, bind
 from fxpipe.run.actions.executor import Executor, StepInput, StepResult
 from fxpipe.run.actions.recompute import EffectsOf
 from fxpipe.run.exchange import Exchange
+from fxpipe.run.memory_recorder import MemoryRecorder
 from fxpipe.run.rank_state import RankState
 from fxpipe.run.step.agreement import AgreedBatch, Agreement, Call
 from fxpipe.run.step.batch_check import BatchCheck
@@ -227,6 +228,9 @@ class Steps:
             self._gradients.stopwatch = stopwatch
             self._gradients.begin(plan.graphs, self._row(plan), self.sync, scales)
             bound = self._bound(record, agreed, shares)
+            if self.recorder.with_memory:
+                self.recorder.memory = MemoryRecorder(bound.executors)
+                observers.insert(0, self.recorder.memory)  # outside of the times of actions
             if self.values is not None:
                 self.values.begin(self.number, batches, plan.graph, self.sync, agreed.order)
                 observers.append(self.values)
