@@ -176,6 +176,11 @@ class ActionTimes:
         plan = self.planned
         return None if plan is None or not plan.activation_bytes else peak_bytes(self.schedule, plan)
 
+    def bytes_over_time(self, rank: int) -> list[tuple[float, int]]:
+        """Returns (time, bytes) of a rank, in order, at the start and end of each action; empty if not measured."""
+        rows = self.memory[rank] if self.memory else ()
+        return [point for each in rows for point in zip(self.spans[each.action], each[1:], strict=True)]
+
     @cached_property
     def peaks(self) -> tuple[ActionBytes | None, ...]:
         """Per rank, the first action around which the most bytes were measured; None for a rank without actions."""

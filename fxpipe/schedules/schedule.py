@@ -21,6 +21,7 @@ from fxpipe.schedules.show.html_page import html, pictured
 from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.show.words import headline
 from fxpipe.schedules.simulate import makespan, simulate
+from fxpipe.schedules.stage_times import stage_table
 from fxpipe.schedules.step_breakdown import in_csv, tabulated
 from fxpipe.schedules.table import copies_in_words, table
 from fxpipe.schedules.verify import verify
@@ -184,6 +185,8 @@ class Timeline(ActionTimes):
 
     def __str__(self) -> str:
         text = table(self.schedule, lambda: self)
+        if self.measured:
+            text += f"\n{stage_table(self)}"
         if self.reductions:
             early, all_of_them = len(self.overlapped), len(self.reductions)
             text += f"\nreductions: {early} of {all_of_them} started before the last backward of their rank had ended"

@@ -14,6 +14,7 @@ from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.dependency import in_steps
 from fxpipe.schedules.kinds import Lane
+from fxpipe.schedules.show.words import in_bytes, measured_peaks
 
 Step = tuple[Action | None, ...]
 """A column of the table: the action of each rank in that step, None if the rank idles."""
@@ -230,22 +231,11 @@ def _figures(planned: Callable[[], ActionTimes]) -> list[str]:
     if caps:
         figures.append(f"most ahead of those that read it: {', '.join(caps)}")
     if timeline.memory:
-        figures += _measured_peaks(timeline)
+        figures += measured_peaks(timeline).values()
     elif timeline.peak_bytes is not None:
         sizes = (f"rank {rank} {in_bytes(size)}" for rank, size in enumerate(timeline.peak_bytes))
         figures.append(f"activations at most: {', '.join(sizes)}")
     return figures
-
-
-def _measured_peaks(timeline: ActionTimes) -> Iterator[str]:
-    """Yields for each rank its most bytes, the action around which they were measured, and the planned bytes."""
-    planned = timeline.planned_peak_bytes
-    for rank, (row, peak) in enumerate(zip(timeline.memory, timeline.peaks, strict=True)):
-        if peak is not None:
-            # On a GPU, other memory was allocated before the step.
-            rise = f", {in_bytes(peak.most - row[0].start)} more than at the start" if row[0].start else ""
-            beside = "" if planned is None else f" (planned {in_bytes(planned[rank])})"
-            yield f"rank {rank}: peak {in_bytes(peak.most)} at {peak.action}{rise}{beside}"
 
 
 def _times(timeline: ActionTimes) -> str:
@@ -286,12 +276,3 @@ def in_seconds(time: float) -> str:
     """Seconds in s or ms, to three digits."""
     number, unit = (time, "s") if time >= 1 else (time * 1e3, "ms")
     return f"{number:.3g} {unit}" if number < 99.95 else f"{number:.0f} {unit}"
-
-
-def in_bytes(size: float) -> str:
-    """Bytes in the largest unit of which there is at least one, to a tenth."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    power = 0
-    while size >= 1024 and power < len(units) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.1f} {units[power]}" if power else f"{size:g} {units[0]}"

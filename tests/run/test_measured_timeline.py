@@ -23,6 +23,7 @@ from fxpipe.run.timeline_recorder import mean_costs, offset_between, timeline_of
 from fxpipe.schedules import Costs, Problem, build, with_costs
 from fxpipe.schedules.action_times import Reduction
 from fxpipe.schedules.kinds import Kind
+from fxpipe.schedules.stage_times import stage_times
 from tests.harness import Engine, assert_run, compiled, engine_of, gradients_of, reference, replica_of, trained
 from tests.models import CASES
 from tests.pool import Pool
@@ -152,6 +153,20 @@ def test_a_timeline_begins_at_its_first_start_and_has_the_medians_for_costs() ->
     assert timeline.costs.comm == 0.25
     # 0: 7 of 16.25 busy; 1: 12.5
     assert timeline.bubbles == pytest.approx((1 - 7 / 16.25, 1 - 12.5 / 16.25))
+
+
+def test_stages_are_told_with_their_medians_the_plan_and_their_share_of_the_step() -> None:
+    """Of 16.25 s stage 0 has computed 7, stage 1 12.5; with two actions of a kind a median is their mean."""
+    plan = dataclasses.replace(Costs.of(2, forward=[1, 3], backward=[2, 6]), source="a guess")
+    timeline = dataclasses.replace(timeline_of(build("1f1b", [(0, 1)], 2), laps_by_hand()), plan=plan)
+    assert [times[1:] for times in stage_times(timeline)] == [
+        ({Kind.F: [1.5, 1.0], Kind.B: [2.0, 2.0]}, 7 / 16.25, 7 / 16.25),
+        ({Kind.F: [1.0, 3.0], Kind.B: [5.25, 6.0]}, 12.5 / 16.25, 12.5 / 16.25),
+    ]
+    first, last, source = str(timeline).splitlines()[-3:]
+    assert first.split() == ["0", "0", "1500.00", "1000.00", "2000.00", "2000.00", "43.1%"]
+    assert last.split() == ["1", "1", "1000.00", "3000.00", "5250.00", "6000.00", "76.9%", "<-", "slowest"]
+    assert source == "planned: a guess"
 
 
 def test_what_never_ran_is_in_no_span_and_costs_nothing() -> None:

@@ -20,7 +20,8 @@ FIRST_THREAD = 1
 
 
 def chrome_trace(timeline: ActionTimes) -> str:
-    """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, counters of micro-batches in flight.
+    """Returns Trace Event JSON: a thread for each rank, arrows from rank to rank, and counters: micro-batches in
+    flight, and bytes.
 
     A measured step begins at 0, and includes the time around its actions. The format counts in microseconds.
     """
@@ -124,7 +125,8 @@ def _arrows(timeline: ActionTimes) -> Iterator[Event]:
 
 
 def _counters(timeline: ActionTimes) -> Iterator[Event]:
-    """Yields counters per stage: the micro-batches whose forward has run and whose backward has not ended."""
+    """Yields counters: per stage the micro-batches whose forward has run and whose backward has not ended, and the
+    measured bytes of each rank."""
     change_after = changes_in_flight(timeline.schedule)
     for rank, row in enumerate(ran(timeline)):
         in_flight = {action.stage: 0 for action in row if timeline.schedule.backward[action.stage]}
@@ -138,3 +140,6 @@ def _counters(timeline: ActionTimes) -> Iterator[Event]:
             name = f"rank {rank}: in flight in stage {timeline.schedule.label(stage)}"
             at = {"pid": PROCESS, "ts": _nanoseconds(timeline, time) / 1000}
             yield {"ph": "C", "name": name, **at, "args": {"microbatches": count}}
+        for time, size in timeline.bytes_over_time(rank):
+            at = {"pid": PROCESS, "ts": _nanoseconds(timeline, time) / 1000}
+            yield {"ph": "C", "name": f"rank {rank}: memory", **at, "args": {"bytes": size}}

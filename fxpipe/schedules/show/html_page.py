@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
 from html import escape
@@ -12,6 +13,7 @@ from fxpipe.schedules.action_table import ActionTable
 from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.show.svg_picture import svg
 from fxpipe.schedules.show.words import headline
+from fxpipe.schedules.stage_times import SLOWEST, stage_table
 from fxpipe.schedules.step_breakdown import tabulated
 
 STYLE = """
@@ -23,7 +25,9 @@ body { margin: 0; font: 13px system-ui, sans-serif }
 
 def html(timeline: ActionTimes) -> str:
     """Returns the picture as a page that loads and runs nothing; a browser shows the title of the cell pointed at."""
-    table = preformatted(tabulated(timeline.spells)) + "\n" if timeline.spells else ""
+    slowest = re.compile(f"^.*{escape(SLOWEST)}$", re.MULTILINE)
+    tables = [slowest.sub(r"<mark>\g<0></mark>", preformatted(stage_table(timeline)))] if timeline.measured else []
+    tables += [preformatted(tabulated(timeline.spells))] if timeline.spells else []
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -33,9 +37,27 @@ def html(timeline: ActionTimes) -> str:
 <style>{STYLE}</style>
 </head>
 <body>
-{svg(timeline)}{table}</body>
+{zoomable(svg(timeline))}
+{"".join(tables)}
+</body>
 </html>
 """
+
+
+ZOOM = """
+.fxpipe-zoom { margin: 0 } .fxpipe-zoom div { overflow: auto; resize: vertical }
+.fxpipe-zoom .fxpipe { max-width: none; width: calc(min(100%, var(--width)) * var(--zoom, 1)) }
+.fxpipe-zoom [value="2"]:checked ~ div { --zoom: 2 } .fxpipe-zoom [value="4"]:checked ~ div { --zoom: 4 }
+.fxpipe-zoom [value="8"]:checked ~ div { --zoom: 8 }
+"""
+
+
+def zoomable(picture: str) -> str:
+    """Returns a picture that fits the page, with buttons for 2, 4 and 8 times its width, which scrolls. CSS alone does
+    this. Each picture has a form of its own, so that the buttons of two pictures are independent."""
+    chosen = {1: ' checked="checked"'}
+    buttons = (f'<input type="radio" name="zoom" value="{n}"{chosen.get(n, "")}/> {n}×' for n in (1, 2, 4, 8))
+    return f'<style>{ZOOM}</style><form class="fxpipe-zoom">{" ".join(buttons)}<div>{picture}</div></form>'
 
 
 # --- the output of a notebook cell ---
@@ -52,7 +74,7 @@ def pictured(schedule: ActionTable, planned: Callable[[], ActionTimes], text: st
     if cells > MOST_CELLS:
         return table + preformatted(f"{cells:,} cells are too many for a notebook: to_html(path) draws them")
     try:
-        return f'<div style="overflow-x: auto">{_apart(svg(planned()))}</div>{table}'
+        return f"{zoomable(_apart(svg(planned())))}{table}"
     except ScheduleError as error:
         return table + preformatted(str(error))
 

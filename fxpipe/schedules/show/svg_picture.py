@@ -12,12 +12,13 @@ from fxpipe.errors import printable
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_times import ActionTimes, ran
 from fxpipe.schedules.kinds import KINDS, Kind
-from fxpipe.schedules.show.words import describe, headline, numbers, unit_of
+from fxpipe.schedules.show.words import describe, headline, in_bytes, measured_peaks, numbers, unit_of
 
 # Attributes give the colours, since every program understands them; a style changes the colours for dark mode.
 PAPER, INK, DIM, TRACK, GRID = "#ffffff", "#14171c", "#59616b", "#e8eaee", "#d3d7dd"
-REDUCTION, COPY = "#7c8794", "#a98b5d"
-DARK = """@media (prefers-color-scheme: dark) {
+REDUCTION, COPY, MEMORY = "#7c8794", "#a98b5d", "#9db4d6"
+STYLE = """.fxpipe { max-width: 100%; height: auto }
+@media (prefers-color-scheme: dark) {
 .fxpipe .paper { fill: #15171b } .fxpipe .ink { fill: #e8eaed } .fxpipe .dim { fill: #a3abb5 }
 .fxpipe .track { fill: #2c3037 } .fxpipe .grid { stroke: #444a53 }
 .fxpipe .cells { stroke: #15171b } .fxpipe .critical { stroke: #fff } }"""
@@ -36,6 +37,8 @@ LABEL = 230
 SWATCH = 15
 LANE = 5
 """The height in pixels of a lane of reductions or copies below a row, with the gap to the next lane."""
+CURVE = 24
+"""The height in pixels of the curve of a rank's bytes, below its row and lanes, with the gap above."""
 PLOT = (680, 8000)
 CELL = 19
 """The desired width in pixels of a short cell."""
@@ -52,6 +55,7 @@ def svg(timeline: ActionTimes) -> str:
         *_axis(layout),
         *_cells(layout),
         *_bars(layout),
+        *_curves(layout),
         f'<path class="critical" d="{"".join(_outlines(layout))}" fill="none" stroke="{INK}" stroke-width="1.5"'
         ' pointer-events="none"/>',
         *_labels(layout),
@@ -89,10 +93,10 @@ def _begun(width: float, height: float, label: str, patterns: Iterable[str] = ()
     """Yields the head of a picture, with the patterns that it uses, and its paper."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="fxpipe" width="{width:g}" height="{height:g}" viewBox="0 0'
-        f' {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="{FONT}" role="img"'
-        f' aria-label="{escape(printable(label))}">'
+        f' {width:g} {height:g}" style="--width: {width:g}px" font-family="system-ui, sans-serif" font-size="{FONT}"'
+        f' role="img" aria-label="{escape(printable(label))}">'
     )
-    yield f"<style>{DARK}</style>"
+    yield f"<style>{STYLE}</style>"
     yield f"<defs>{''.join(patterns)}</defs>"
     yield f'<rect class="paper" width="100%" height="100%" fill="{PAPER}"/>'
 
@@ -145,6 +149,8 @@ def _legend(timeline: ActionTimes) -> Iterator[str]:
         swatches.append(("reduction", f'class="reduction" fill="{REDUCTION}"'))
     if timeline.copies:
         swatches.append(("copy to or from the host", f'class="copy" fill="{COPY}"'))
+    if timeline.memory:
+        swatches.append(("bytes", f'class="memory" fill="{MEMORY}"'))
     for text, style in swatches:
         yield f'<rect x="{x:g}" y="60.5" width="22" height="13" {style}/>'
         yield _text(x + 28, 71, text)
@@ -234,6 +240,20 @@ def _bars(layout: PictureLayout) -> Iterator[str]:
                 yield _rect(x, y, width, LANE - 1, text, f' class="{kind}" fill="{colour}"')
 
 
+def _curves(layout: PictureLayout) -> Iterator[str]:
+    """Draws each rank's bytes over time as an area above its least bytes, all to one scale, with its peak."""
+    timeline, peaks = layout.timeline, measured_peaks(layout.timeline)
+    sizes = {rank: [size for _, size in timeline.bytes_over_time(rank)] for rank in peaks}
+    scale = (CURVE - 4) / (max((max(each) - min(each) for each in sizes.values()), default=0) or 1)
+    for rank, text in peaks.items():
+        points, bottom, least = timeline.bytes_over_time(rank), layout.y(rank) + layout.below, min(sizes[rank])
+        tops = [f"{layout.x(time):g} {bottom - (size - least) * scale:.4g}" for time, size in points]
+        ends = f"M{layout.x(points[0][0]):g} {bottom}", f"{layout.x(points[-1][0]):g} {bottom}Z"
+        line = f'<path class="memory" d="{"L".join([ends[0], *tops, ends[1]])}" fill="{MEMORY}">'
+        yield f"{line}<title>{escape(text)}</title></path>"
+        yield _text(layout.left + layout.plot + 22, bottom - 4, in_bytes(max(sizes[rank])), dim=True)
+
+
 def _gap(layout: PictureLayout) -> float:
     """Returns the pixels between cells: at most a tenth of a usual cell's width."""
     widths = sorted(span.duration * layout.scale for span in layout.timeline.spans.values() if span.duration)
@@ -289,7 +309,8 @@ class PictureLayout:
         self.labels_left = MARGIN + text_width(f"rank {max(ranks - 1, 0)}") + 12
         # The height of a row, and the distance from a row to the next.
         self.height = max(26 if ranks <= 16 else 18, self.lines * LINE + 2)
-        self.pitch = self.height + (6 if ranks <= 16 else 3) + LANE * max(map(len, self.lanes), default=0)
+        self.below = self.height + LANE * max(map(len, self.lanes), default=0) + CURVE * bool(timeline.memory)
+        self.pitch = self.below + (6 if ranks <= 16 else 3)
         self.bottom = HEAD + ranks * self.pitch
         # Time 0 is at the left. The end is the last time drawn: a reduction may end after the last action.
         self.left = float(math.ceil(self.labels_left + self.columns * self.column))

@@ -82,5 +82,26 @@ def waited(timeline: ActionTimes, action: Action, unit: TimeUnit) -> str:
     return f"{busy}, then waited {time}" if time else busy
 
 
+def measured_peaks(timeline: ActionTimes) -> dict[int, str]:
+    """Returns, for each rank, its most bytes, the action around which they were measured, and the planned bytes."""
+    planned, texts = timeline.planned_peak_bytes, dict[int, str]()
+    for rank, (row, peak) in enumerate(zip(timeline.memory, timeline.peaks, strict=True)):
+        if peak is not None:
+            # On a GPU, other memory was allocated before the step.
+            rise = f", {in_bytes(peak.most - row[0].start)} more than at the start" if row[0].start else ""
+            beside = "" if planned is None else f" (planned {in_bytes(planned[rank])})"
+            texts[rank] = f"rank {rank}: peak {in_bytes(peak.most)} at {peak.action}{rise}{beside}"
+    return texts
+
+
+def in_bytes(size: float) -> str:
+    """Bytes in the largest unit of which there is at least one, to a tenth."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    power = 0
+    while size >= 1024 and power < len(units) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.1f} {units[power]}" if power else f"{size:g} {units[0]}"
+
+
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"

@@ -15,7 +15,7 @@ import pytest
 
 from fxpipe.schedules import build
 from fxpipe.schedules.action import Action
-from fxpipe.schedules.action_times import Reduction, Span
+from fxpipe.schedules.action_times import ActionBytes, Reduction, Span
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.schedule import Timeline
 from fxpipe.schedules.show.chrome_trace import chrome_trace
@@ -51,12 +51,16 @@ def measured() -> Timeline:
         Spell((0,), COMPUTE, "0B0", 0.0475, 0.0675),
     )
     schedule, costs = build("1f1b", chain(2), 1), Costs.of(2, 0.01, 0.02, comm=0.001)
-    return Timeline(schedule, spans, since, costs, measured=True, reductions=reductions, spells=spells)
+    sizes = {"0F0": (0, 3 << 20), "0B0": (3 << 20, 0), "1F0": (1 << 20, 2 << 20), "1B0": (3 << 19, 1 << 20)}
+    memory = tuple(tuple(ActionBytes(a, *sizes[str(a)]) for a in row if str(a) in sizes) for row in schedule.rows)
+    timeline = Timeline(schedule, spans, since, costs, measured=True, reductions=reductions, spells=spells)
+    return replace(timeline, memory=memory, plan=Costs.of(2, 0.01, 0.02, activation_bytes=3 << 20))
 
 
 def timelines() -> dict[str, Timeline]:
     """A timeline by the name of its files. The times of ``hops`` are worked out by hand in test_simulate."""
     hops = build("1f1b", chain(2), 2, names=["body", "head"]).simulate(forward=1, backward=2, comm=0.5)
+    without = replace(measured(), spans={a: s for a, s in measured().spans.items() if str(a) != "1B0"})
     odd = build("1f1b", chain(5), 1, names=ODD).simulate()
     return {
         "hops": hops,
@@ -66,7 +70,7 @@ def timelines() -> dict[str, Timeline]:
         "groups": joined(JOINED).simulate(),
         "recomputed": joined(RECOMPUTED).simulate(),
         "odd_names": replace(odd, schedule=replace(odd.schedule, name="\x07")),
-        "1B0_did_not_run": replace(measured(), spans={a: s for a, s in measured().spans.items() if str(a) != "1B0"}),
+        "1B0_did_not_run": replace(without, memory=tuple(row[:1] for row in without.memory)),
         "nothing_ran": replace(hops, spans={}),
     }
 
