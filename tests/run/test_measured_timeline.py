@@ -164,8 +164,8 @@ def test_stages_are_told_with_their_medians_the_plan_and_their_share_of_the_step
         ({Kind.F: [1.0, 3.0], Kind.B: [5.25, 6.0]}, 12.5 / 16.25, 12.5 / 16.25),
     ]
     first, last, source = str(timeline).splitlines()[-3:]
-    assert first.split() == ["0", "0", "1500.00", "1000.00", "2000.00", "2000.00", "43.1%"]
-    assert last.split() == ["1", "1", "1000.00", "3000.00", "5250.00", "6000.00", "76.9%", "<-", "slowest"]
+    assert first.split() == ["0", "0", "1,500", "1,000", "2,000", "2,000", "43.1%"]
+    assert last.split() == ["1", "1", "1,000", "3,000", "5,250", "6,000", "76.9%", "<-", "slowest"]
     assert source == "planned: a guess"
 
 
