@@ -243,9 +243,9 @@ class _Choosing:
             arguments = arguments_of(self.given.model, topology, **self.options, **ours, example_kwargs=batch)
             plans, stepping, parts = previewed_plans(arguments, self.known)
             preview = preview_of(plans, stepping, parts)
-        except TraceError:
-            raise
         except FxpipeError as error:
+            if isinstance(error, TraceError) and not self.plans:
+                raise
             self.refused[plan] = error
             return None
         if preview.seconds is None:
@@ -323,7 +323,7 @@ class _Choosing:
         """Simulates plans, the one with the least estimate first, until no estimate is below the fastest that fits."""
         memory = math.inf if self.hardware.memory is None else self.hardware.memory
         waiting = [plan for plan in waiting if plan not in self.refused]
-        while waiting and len(self.plans) < MOST:
+        while waiting and len(self.plans) + len(self.refused) < MOST:
             fitting = [plan for plan in waiting if self.estimates.bytes(plan) <= memory]
             done = [each for each in self.plans.values() if each.preview.fits is not False]
             best = min((each.seconds for each in done), default=math.inf)

@@ -89,7 +89,7 @@ class Choice(Tabular):
     count: int
     """The number of plans that were compared."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """A plan in words → why no table could be made for it."""
+    """A plan in words → why it does not fit, or has no table."""
     remedies: tuple[tuple[str, ChosenPlan], ...] = ()
     """If no plan fits: the options to change, in words → the plan with them, the smallest first."""
 
@@ -119,7 +119,7 @@ class Choice(Tabular):
         others = self.count - len(self.plans) - len(self.refused)
         facts = [f"{len(self.plans)} of {self.count} plans are simulated"]
         facts += [f"{others} are slower or larger by their estimates"] * (others > 0)
-        facts += [f"{len(self.refused)} have no table"] * bool(self.refused)
+        facts += [f"{len(self.refused)} do not fit, or have no table"] * bool(self.refused)
         lines = [table, "; ".join(facts), *self._advice(), "", self.best.code]
         return printable("\n".join(lines))
 
