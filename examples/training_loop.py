@@ -133,6 +133,7 @@ def main() -> None:
     extra = fxpipe.load(args.folder, forward_backward, optimizer, **saved, required=False)
     step, best, waited = extra["step"], extra.get("best", math.inf), extra.get("waited", 0)
     writer = SummaryWriter(args.folder / "metrics") if topo.is_first else None
+    log = fxpipe.log_to(writer, every=20)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(args.folder / "profile")),
@@ -149,11 +150,12 @@ def main() -> None:
                         image.to(device, non_blocking=True) if "image" in needed else None,
                         label.to(device, non_blocking=True) if "label" in needed else None,
                     )
-            norm = forward_backward.clip_grad_norm_(1.0)
+            forward_backward.clip_grad_norm_(1.0)
             optimizer.step()
             scheduler.step()
             average.update()
             step += 1
+            log(forward_backward, loss, step)  # all ranks; the rank with a writer writes
             if args.profile and topo.is_first:
                 profiler.step()
             if step % 20:
@@ -162,10 +164,9 @@ def main() -> None:
                 held_out_loss, accuracy = evaluate(forward_backward, topo, held_out, device)
             waited = 0 if held_out_loss < best else waited + 1
             best = min(held_out_loss, best)
-            if writer:  # to read a loss is to wait for it
-                writer.add_scalars("loss", {"training": loss, "held out": held_out_loss}, step)
+            if writer:
+                writer.add_scalar("held-out loss", held_out_loss, step)
                 writer.add_scalar("accuracy", accuracy, step)
-                writer.add_scalar("gradient norm", norm, step)
                 print(f"step {step}: loss {held_out_loss:.5f}, accuracy {accuracy:.1%}", flush=True)
             fxpipe.save(
                 args.folder,

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fxpipe.run.batch_norm import update_batch_norm
     from fxpipe.run.forward_backward import ForwardBackward
     from fxpipe.run.loading import load
+    from fxpipe.run.log_to import log_to
     from fxpipe.run.saving import save
     from fxpipe.stage.loss import Sum
     from fxpipe.trace import TRACERS
@@ -97,6 +98,7 @@ __all__ = [
     "init_weights_of",
     "launch",
     "load",
+    "log_to",
     "passes",
     "preview",
     "record_plain",
@@ -128,6 +130,7 @@ _LATER = {
     "init_weights_of": "parameters.materialise",
     "launch": "distributed.processes",
     "load": "run.loading",
+    "log_to": "run.log_to",
     "passes": "passes",
     "preview": "compiler",
     "record_plain": "numerics.plain",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,6 +24,17 @@ def kinds() -> tuple[str, ...]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # Metal lacks float64, in which losses are summed, and a backend of torch.distributed.
     return ("cpu",) if accelerator is None or accelerator.type == "mps" else ("cpu", accelerator.type)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that this process has had so far: torch's tensors on an accelerator, or resident memory on the
+    CPU."""
+    if is_accelerator(device):
+        return int(torch.accelerator.max_memory_allocated(device))
+    import resource  # not on Windows
+
+    kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
 
 
 def is_accelerator(device: torch.device) -> bool:

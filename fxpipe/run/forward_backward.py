@@ -218,6 +218,7 @@ class ForwardBackward:
                 pieces = list(itertools.chain(*self._part(parameters, "parameters=").values()))
             sharded = self._reducer.shards
             norm = clip_grad_norm_(pieces, self._transport, sharded, max_norm, norm_type, error_if_nonfinite)
+            self._steps.norm = norm if parameters is None else None
             self._clipped = float(max_norm), float(norm_type)
             return norm
 

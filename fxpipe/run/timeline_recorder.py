@@ -48,6 +48,11 @@ class TimelineRecorder:
         """Whether a step was timed, or costs were loaded."""
         return self._last is not None or self.loaded is not None
 
+    @property
+    def last(self) -> int:
+        """The number of the last timed step; -1 if there is none."""
+        return -1 if self._last is None else self._last[0]
+
     def known_costs(self) -> Costs | None:
         """Each stage's costs; None unless all ranks have timed a step with weight. A collective call of all ranks."""
         try:
@@ -114,7 +119,7 @@ class TimelineRecorder:
     def _recorded(self, *scopes: str) -> _Records:
         """Returns the records of the last timed step. RunError on all ranks of ``scopes`` unless all of
         them have timed the same step."""
-        steps = {self._last[0] if self._last is not None else -1}
+        steps = {self.last}
         for scope in scopes:
             steps = set().union(*self._transport.gather(scope, steps))
         if self._last is None or -1 in steps:

@@ -48,9 +48,7 @@ def clip_grad_norm_(
         raise RunError(f"error_if_nonfinite is {shown(error_if_nonfinite)}; it is True or False")
     max_norm, norm_type = float(max_norm), float(norm_type)
     gradients = [(piece, gradient) for piece in pieces if (gradient := piece.current_gradient()) is not None]
-    # For any order, the norm of norms is the norm of all: first over tensors, then over shards, then over stages.
-    counted = [gradient for piece, gradient in gradients if piece.counts]
-    total = _over("pipe", transport, _of_replica(counted, transport, sharded, norm_type), norm_type)
+    total = grad_norm(pieces, transport, sharded, norm_type)
     wide = any(gradient.dtype == torch.float64 for _, gradient in gradients)
     norm = total if wide else total.float()
     if error_if_nonfinite and not math.isfinite(norm.item()):
@@ -65,6 +63,15 @@ def clip_grad_norm_(
             holder.grad = gradient
         torch.nn.utils.clip_grads_with_norm_(holders, max_norm, total)
     return norm
+
+
+@torch.no_grad()
+def grad_norm(pieces: Iterable[Piece], transport: Transport, sharded: bool, norm_type: float = 2.0) -> Tensor:
+    """Returns the norm of the whole model's gradient as ``clip_grad_norm_`` does, in float64, and scales nothing. A
+    collective call of all ranks."""
+    found = [gradient for piece in pieces if piece.counts and (gradient := piece.current_gradient()) is not None]
+    # For any order, the norm of norms is the norm of all: first over tensors, then over shards, then over stages.
+    return _over("pipe", transport, _of_replica(found, transport, sharded, norm_type), norm_type)
 
 
 @torch.no_grad()

@@ -152,6 +152,8 @@ class Steps:
         self.sync, self.is_averaged = True, False
         """Whether calls sum gradients; and whether the parameters are averages, in ``Average.applied``."""
         self._unsummed = False  # whether the last call left gradients that are not yet summed over replicas
+        self.norm: Tensor | None = None
+        """The norm of the last step's whole gradient before it was clipped, if it was."""
         self.microbatch_losses: dict[int, Tensor] = {}
         self.seed, self.number = state.seed, 0
         """The base seed of random numbers; and the number of steps so far, which is the next step's number."""
@@ -260,6 +262,7 @@ class Steps:
             broken = self.watch.end(self.number, outcome.loss, result.loss, plan)
             passed(REST)
             self._trained.add(agreed.kind)
+            self.norm = None
             numbers = map(agreed.order.__getitem__, result.loss.own)
             self.microbatch_losses = dict(sorted(zip(numbers, result.loss.own.values(), strict=True)))
             self.recorder.keep(self.number, plan.schedule, agreed.order)
