@@ -51,9 +51,10 @@ def log_to(writer: Any, every: int = 1) -> StepLog:
     - ``fxpipe/memory_bytes``: the most bytes that a rank has had so far, on its device or, on the CPU, resident;
     - ``fxpipe/bubble``: the idle part of the ranks' time, from 0 to 1, of ``timeline()``.
 
-    A figure that was not measured is left out: the bubble without ``record_timeline()`` or in one process, seconds in
-    the first write, communication in the first write on a GPU, the norm if the gradients are cleared. The host waits
-    for the device and for the other ranks, in one gather, the norm's reduction and, if recorded, ``timeline()``.
+    A figure that was not measured is left out: seconds in the first write, communication in the first write on a GPU,
+    the norm if the gradients are cleared. The bubble is left out without ``record_timeline()``, and in one process.
+    The host waits for the device and for the other ranks: in one gather, in the norm's reduction, and in ``timeline()``
+    if it is recorded.
 
     Args:
         writer: a ``SummaryWriter`` of TensorBoard, a run of W&B or the module ``wandb``, the module ``mlflow``, or a

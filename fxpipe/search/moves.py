@@ -20,6 +20,7 @@ from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.graph.topological import topological_order
 from fxpipe.passes.union import Union
+from fxpipe.progress import progress
 from fxpipe.schedules import Limited
 from fxpipe.schedules.families.v_min import FOLDING
 from fxpipe.schedules.families.zero_bubble import folded
@@ -327,14 +328,17 @@ def _estimated(judge: Judge, layouts: Iterable[StageLayout], most: float) -> lis
     ranked = sorted(layouts, key=judge.lower_bound)
     firsts = {layout.origin: layout for layout in reversed(ranked)}
     outcomes: list[LayoutOutcome] = []
-    for layout in dict.fromkeys([*sorted(firsts.values(), key=judge.lower_bound), *ranked]):
-        if outcomes and judge.actions >= most:
-            break
-        first = layout is firsts[layout.origin]
-        if outcomes and not first and judge.lower_bound(layout) >= (1 - LITTLE) * outcomes[0].seconds:
-            break
-        if (outcome := judge.estimate(layout)) is not None:
-            outcomes = sorted([*outcomes, outcome], key=_merit)
+    ordered = dict.fromkeys([*sorted(firsts.values(), key=judge.lower_bound), *ranked])
+    with progress("balancing", len(ordered), "candidates") as advance:
+        for layout in ordered:
+            if outcomes and judge.actions >= most:
+                break
+            first = layout is firsts[layout.origin]
+            if outcomes and not first and judge.lower_bound(layout) >= (1 - LITTLE) * outcomes[0].seconds:
+                break
+            if (outcome := judge.estimate(layout)) is not None:
+                outcomes = sorted([*outcomes, outcome], key=_merit)
+            advance(1)
     return outcomes
 
 

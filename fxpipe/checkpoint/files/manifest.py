@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fxpipe.errors import CheckpointError
+from fxpipe.progress import progress
 from fxpipe.small_file import read_small
 from fxpipe.validation import shown
 
@@ -106,9 +107,12 @@ class Manifest:
 
     def check_pieces(self, folder: Path, pieces: Iterable[Piece]) -> None:
         """Raises CheckpointError if a piece's crc32 differs from the manifest's, or the manifest lacks its file."""
-        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-            for _ in threads.map(partial(self._check_piece, folder), pieces):
-                pass
+        pieces = list(pieces)
+        sizes = [min(PIECE, self.files[name].size - PIECE * at) if name in self.files else 0 for name, at in pieces]
+        threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+        with progress("checking", sum(sizes), "bytes") as advance, threads:
+            for size, _ in zip(sizes, threads.map(partial(self._check_piece, folder), pieces), strict=True):
+                advance(size)
 
     def _check_piece(self, folder: Path, piece: Piece) -> None:
         name, number = piece

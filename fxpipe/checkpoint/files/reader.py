@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fxpipe.checkpoint.files.manifest import Manifest, Piece, natural, pieces_of
 from fxpipe.errors import CheckpointError, nearest
 from fxpipe.precision import converts, merged
+from fxpipe.progress import progress
 from fxpipe.small_file import Budget, read_small
 from fxpipe.tensors.dtensors import check_fits, local
 from fxpipe.tensors.pieces import in_parts
@@ -77,7 +78,6 @@ class FolderReader:
         self.requested |= planner.state_dict.keys()
         plan = planner.create_local_plan()
         reader: Any = FileSystemReader(self.folder)
-        reader.transforms = SimpleNamespace(transform_load_stream=lambda item, descriptors, part: checked_zip(part))
         reader.set_up_storage_reader(self.metadata, is_coordinator=False)
 
         def fill() -> None:
@@ -86,8 +86,16 @@ class FolderReader:
                 read = {piece for at in stored for piece in pieces_of(at.relative_path, at.offset, at.length)}
                 self._manifest.check_pieces(self.folder, sorted(read - self._checked))
                 self._checked |= read
+            sizes = {item.storage_index: self.metadata.storage_data[item.storage_index].length for item in plan.items}
+
+            def opened(item: ReadItem, descriptors: Any, part: Any) -> Any:
+                advance(sizes.pop(item.storage_index, 0))
+                return checked_zip(part)
+
+            reader.transforms = SimpleNamespace(transform_load_stream=opened)
             try:
-                reader.read_data(planner.finish_plan(plan), planner).wait()
+                with progress("loading", sum(sizes.values()), "bytes") as advance:
+                    reader.read_data(planner.finish_plan(plan), planner).wait()
             except Exception as error:  # from torch's unpickler, its zip reader or the file
                 why = str(error).partition("\n")[0][:300] or type(error).__name__
                 raise CheckpointError(f"{self.folder} cannot be read, or was altered: {why}") from error

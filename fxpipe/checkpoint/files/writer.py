@@ -10,6 +10,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from fxpipe.checkpoint.files.manifest import PIECE, Written
 from fxpipe.checkpoint.files.plain import from_plain, to_plain
 from fxpipe.device import to_host
+from fxpipe.progress import progress
 from fxpipe.tensors.pieces import in_parts
 from fxpipe.torch_compat.saved_files import storage_info
 
@@ -83,9 +85,13 @@ class RankPlan:
             writer.per_thread_copy_ahead = 0  # all data is in host memory
         plan = writer.prepare_global_plan(self._plans)[self._rank]
         set_crc32_options(False)
+        total = sum(map(_bytes_of, plan.items))
+        # A thread that writes while training goes on shows nothing between the user's own lines.
+        is_shown = self._planner.copies is None
         try:
-            done = writer.write_data(plan, self._planner)
-            done.wait()
+            with progress("saving", total, "bytes") if is_shown else nullcontext(None) as self._planner.advance:
+                done = writer.write_data(plan, self._planner)
+                done.wait()
         finally:
             set_crc32_options(torchs_crc32)
         return [[_result_message(result) for result in done.value()], written]
@@ -109,12 +115,21 @@ class _WritePlanner(DefaultSavePlanner):
     """torch's save planner, able to write copies. ``copies``: copies not written yet; None: writes the originals."""
 
     copies: dict[MetadataIndex, Any] | None = None
+    advance: Callable[[float], None] | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if self.advance is not None:
+            self.advance(_bytes_of(write_item))
         if self.copies is None:
             return super().resolve_data(write_item)
         data: Tensor | io.BytesIO = self.copies.pop(write_item.index)  # torch asks once: frees the memory
         return data
+
+
+def _bytes_of(item: WriteItem) -> int:
+    """The bytes of the tensor that an item writes; 0 for other values."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 class _Checksums(FileSystem):

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
+from fxpipe.progress import progress
 from fxpipe.specs import TensorSpec
 from fxpipe.stage.modes import ambient_autocast
 from fxpipe.stage.opaque_call import PLAIN_LEAF
@@ -74,13 +75,20 @@ class Repeats:
             for path, part in parts.items()
             if alike[path.rpartition(".")[0], type(part)] > 1 and not any(name.startswith(f"{path}.") for name in cut)
         }
+        paths = {path for path, part in parts.items() if id(vars(part)) in self._layers}
+        inside = {path for path in paths if any(path.startswith(f"{other}.") for other in paths)}
+        self._outermost = {id(vars(parts[path])) for path in paths - inside}
         self._records: dict[Any, list[LayerRecord] | None] = {}
         self._is_inside = False
 
-    def watched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def watched(self) -> Iterator[None]:
         """While this context is open, a layer that repeats another layer is not traced. Enter it outside of cuts."""
         self._records.clear()
-        return handled([(part, "forward") for part, *_ in self._layers.values()], self._call)
+        self._left = set(self._outermost)
+        calls = handled([(part, "forward") for part, *_ in self._layers.values()], self._call)
+        with progress("capturing", len(self._left), "layers") as self._advance, calls:
+            yield
 
     def check_outside(self, values: Iterable[Any]) -> None:
         """``Differs`` for a stand-in among these values: nothing computes it."""
@@ -101,6 +109,9 @@ class Repeats:
         same = tuple(map(id, call.tensors.objects))
         like = structure, torch.is_grad_enabled(), ambient_autocast(), given, tuple(call.tensors.kinds), same
         self._is_inside = True
+        if key[0] in self._left:
+            self._left.remove(key[0])
+            self._advance(1)
         try:
             return self._known_or_traced(call, like)
         finally:
