@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,11 @@ def peak_bytes(device: torch.device) -> int:
 
     kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
+
+
+def cores() -> int:
+    """The number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_accelerator(device: torch.device) -> bool:

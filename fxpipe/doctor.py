@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import nn
 
 from fxpipe.compiler import compile
-from fxpipe.device import versions
+from fxpipe.device import cores, versions
 from fxpipe.distributed.activity import announced
 from fxpipe.distributed.grid import abbreviated
 from fxpipe.distributed.link_speed import link_speeds
@@ -28,7 +28,7 @@ from fxpipe.distributed.torch_transport import facts_of
 from fxpipe.distributed.traffic import DATA_AXIS
 from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, describe_error, printable
-from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device
+from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device, sheet_of
 from fxpipe.policies import Checks
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
@@ -40,6 +40,13 @@ ON_A_GPU, ON_A_CPU = (2**24, 4096, 1024), (2**20, 256, 64)
 """The elements of a large message, the width of a layer, and the rows of a micro-batch."""
 _MOST_PIPE, _ALONE = 8, 4  # default pipe ranks: at most, for several processes; and for a single process
 _UNITS = {"µs": 1e-6, "GB": 1e9, "GB/s": 1e9, "TFLOP/s": 1e12}
+
+_SPEEDS, _TIMES = ("GB/s", "TFLOP/s"), ("µs",)
+BESIDE, PEAKS = "beside plain PyTorch", ("flops_16", "bandwidth")
+SLOW = 1.5
+"""A rank is slow if it takes this many times the median rank's time; a step, this many times its plan's."""
+REACHED = 0.5
+"""The fraction of a data sheet's figures that programs reach, as in ``Hardware.named``: less is slow."""
 
 Figures = dict[str, Any]
 """A figure's name, with the unit in brackets → a number or text: ``{"launch [µs]": 4.0, "torch": "2.13.0"}``."""
@@ -89,7 +96,10 @@ class Doctor:
             ranks, errors = zip(*self._control.gather("all", (figures, error)), strict=True)
         if name == self.plain.__name__ and any(errors):
             self._plain = None  # on all ranks, so that no rank compiles alone
-        return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors}
+        verdicts = {what: verdict(name, what, values) for what, values in _by_rank(ranks).items()}
+        if any(errors) and BESIDE in verdicts:
+            verdicts[BESIDE] = "wrong"
+        return {"seconds": time.perf_counter() - start, "ranks": ranks, "errors": errors, "verdicts": verdicts}
 
     def versions(self, figures: Figures) -> None:
         facts = facts_of(self._topology, {}).items()
@@ -111,6 +121,10 @@ class Doctor:
         units = {"bandwidth": "GB/s", "host_link": "GB/s", "launch": "µs", "memory": "GB", "host_memory": "GB"}
         measured = [(name, units.get(name, "TFLOP/s"), value) for name, value in measure().items()]
         figures |= {f"{name} [{unit}]": value / _UNITS[unit] for name, unit, value in measured}
+        if self._device.type != "cpu" and (sheet := sheet_of(name_of_this_device())) is not None:
+            peak = Hardware.named(sheet)
+            shares = [(name, 100 * value / getattr(peak, name)) for name, _, value in measured if name in PEAKS]
+            figures |= {f"{name}, of the data sheet of {sheet} [%]": share for name, share in shares}
 
     def links(self, figures: Figures) -> None:
         """Speeds of links. A failure closes this part's own transport on all ranks, and leaves ``_control`` open."""
@@ -155,7 +169,7 @@ class Doctor:
         real = {"loss": step(**self._batch)} | {name: parameter.grad for name, parameter in step.named_parameters()}
         pairs = [(tensor, expected[name]) for name, tensor in real.items()]
         worst = torch.stack([(tensor - other).abs().max() / other.abs().max() for tensor, other in pairs]).max().item()
-        figures["beside plain PyTorch"] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
+        figures[BESIDE] = f"at most {worst:.1e} of the largest number apart" if worst else "equal bits"
         if not worst <= (1e-5 if self._topology.data_size > 1 else 0.0):  # NaN, too; replicas are summed in any order
             raise RunError("loss or gradients are not those of plain PyTorch")
 
@@ -163,7 +177,7 @@ class Doctor:
         """Compares a step of the pipeline with the schedule, simulated at the costs that the step measured."""
         if self._step is None:
             raise RunError("no pipeline was compiled")
-        step, rank = self._step, self._control.pipe_rank
+        step, rank, topology = self._step, self._control.pipe_rank, self._topology
         step.record_timeline()
         step(**self._batch)  # warms up
         watch = getattr(self._module, "set_sync_debug_mode", lambda mode: None)
@@ -183,6 +197,11 @@ class Doctor:
             planned = simulate(costs).makespan
             figures |= {"forward, median stage [ms]": median(costs.forward) * 1e3, "hop [ms]": costs.comm * 1e3}
             figures |= {"planned at these [ms]": planned * 1e3, "longer [%]": (timeline.makespan / planned - 1) * 100}
+            ratio, processes = timeline.makespan / planned, topology.ranks_per_node or topology.world_size
+            if self._device.type == "cpu" and ratio > SLOW and processes > (count := cores()):
+                turns = f"{processes} processes take turns on {count} core{'s' * (count > 1)}"
+                says = f"{ratio:.1f} × the plan says nothing of a cluster"
+                figures["why"] = f"{turns}, and in the plan they compute at once: {says}"
             # The bubble is a rank's waiting time in a plan whose messages take no time.
             share = compare(simulate(replace(costs, comm=0.0)), timeline).shares[rank]
             figures["exposed: messages [ms]"] = max(share.waiting - share.planned_waiting, 0.0) * 1e3
@@ -195,7 +214,38 @@ def _by_rank(ranks: Sequence[Figures]) -> Mapping[str, Mapping[int, Any]]:
     return {name: {rank: each[name] for rank, each in enumerate(ranks) if name in each} for name in names}
 
 
-def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str]) -> str:
+def verdict(part: str, what: str, values: Mapping[int, Any]) -> str:
+    """Returns "good", "slow: …" or "wrong: …"; empty if there is nothing to compare the figure with. ``values``: by
+    rank."""
+    unit = what.removesuffix("]").partition(" [")[2]
+    if what == BESIDE:
+        return "good"
+    if what == "host waits":
+        return "" if all(text.startswith("none") for text in values.values()) else "slow: the host waits for the device"
+    if what == "longer [%]":
+        ratio = 1 + max(values.values()) / 100
+        return "good" if ratio <= SLOW else f"slow: {ratio:.1f} × the plan"
+    if "data sheet" in what:
+        slow = [rank for rank, share in values.items() if share < 100 * REACHED]
+        return f"slow: {_named(slow, 'is', 'are')} below half of the data sheet" if slow else "good"
+    if part == "versions" and len(values) > 1:
+        return "good" if len({*values.values()}) == 1 else "wrong: the ranks differ"
+    if len(values) == 1 or part not in ("device", "links") or unit not in (*_SPEEDS, *_TIMES):
+        return ""
+    times = {rank: 1 / max(value, 1e-9) if unit in _SPEEDS else value for rank, value in values.items()}
+    usual = median_low(times.values())
+    slow = [rank for rank, seconds in times.items() if seconds > SLOW * usual]
+    most = f"{max(times.values()) / usual:.1f} × the median" if slow else ""
+    return f"slow: {_named(slow, 'takes', 'take up to')} {most}" if slow else "good"
+
+
+def _named(ranks: list[int], single: str, several: str) -> str:
+    return f"rank {ranks[0]} {single}" if len(ranks) == 1 else f"ranks {abbreviated(ranks)} {several}"
+
+
+def _table(
+    name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence[str], verdicts: Mapping[str, str]
+) -> str:
     """A part's figures as a table: for numbers, the median and range over ranks; for a text, the ranks that have it."""
     failures = {rank: error for rank, error in enumerate(errors) if error}
     rows = []
@@ -203,10 +253,12 @@ def _table(name: str, seconds: float, ranks: Sequence[Figures], errors: Sequence
         words = {text: [rank for rank in values if values[rank] == text] for text in values.values()}
         if isinstance(next(iter(words)), str):
             each = [text + f", ranks {abbreviated(some)}" * (len(some) < len(ranks)) for text, some in words.items()]
-            rows.append([what, "\n".join(each)])
+            cells = ["\n".join(each), "", ""]
         else:
-            rows.append([what, *(f"{pick(values.values()):.4g}" for pick in (median, min, max))])
-    return tabulate(rows, [name, f"{seconds:.1f} s", "least", "most"], disable_numparse=True) + "\n"
+            cells = [f"{pick(values.values()):.4g}" for pick in (median, min, max)]
+        rows.append([what, *cells, verdicts.get(what, "wrong")])
+    heads = [name, f"{seconds:.1f} s", "least", "most", "verdict"]
+    return tabulate(rows, heads, disable_numparse=True) + "\n"
 
 
 def _measured(ranks: Sequence[Figures]) -> dict[str, float]:

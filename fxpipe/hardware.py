@@ -256,6 +256,17 @@ MI300X's platform 8 × 400.
 """
 
 
+def sheet_of(device: str) -> str | None:
+    """The key of a device's data sheet, by the name that torch gives the device; None if there is no sheet."""
+    words = re.findall("[a-z0-9]+", device.lower())
+    names = {before + word for before in ["", *words] for word in words}
+    known = [key for key in _SHEETS if key in names and names.isdisjoint(_OTHERS)]
+    return max(known, key=len, default=None)
+
+
+_OTHERS = "pcie", "nvl", "laptop"
+"""Devices with other figures than the sheet that has their name."""
+
 # --- files ---
 
 DEVICE = "device"

@@ -20,6 +20,8 @@ import fxpipe
 from fxpipe import Hardware, Topology
 from fxpipe.__main__ import main
 from fxpipe.compiler import compile
+from fxpipe.doctor import verdict
+from fxpipe.hardware import sheet_of
 from fxpipe.run.forward_backward import ForwardBackward
 from tests import simulated_gpu
 from tests.device import DEVICE
@@ -180,7 +182,7 @@ def test_other_bits_are_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 1
     assert found["parts"]["pipeline"]["errors"] == ["RunError: loss or gradients are not those of plain PyTorch"]
     assert found["parts"]["overlap"]["errors"] == [""]
-    assert re.search(r"beside plain PyTorch +at most \d", printed)
+    assert re.search(r"beside plain PyTorch +at most \d.* apart +wrong\n", printed)
     assert capsys.readouterr().err.endswith("fxpipe: failed: pipeline\n")
 
 
@@ -227,3 +229,64 @@ def with_a_wait(path: Path) -> Found:
 def test_on_gpus_a_wait_of_the_host_is_found(gpus: Gpus, tmp_path: Path) -> None:
     found = gpus.run(with_a_wait, tmp_path / "doctor.json", ranks=2)[0][2]
     assert all("test_doctor.py:" in each["host waits"] for each in figures(found, "overlap"))
+
+
+@pytest.mark.parametrize(
+    ("part", "what", "values", "expected"),
+    [
+        ("versions", "torch", ["2.13", "2.13"], "good"),
+        ("versions", "torch", ["2.13", "2.14"], "wrong: the ranks differ"),
+        ("nodes", "host", ["a", "b"], ""),
+        ("device", "flops_16 [TFLOP/s]", [10.0, 10.0, 10.0, 6.0], "slow: rank 3 takes 1.7 × the median"),
+        ("device", "launch [µs]", [4.0, 4.1, 4.2], "good"),
+        ("device", "launch [µs]", [4.0], ""),
+        ("device", "memory [GB]", [80.0, 40.0], ""),
+        ("device", "flops_16, of the data sheet of l4 [%]", [60, 49], "slow: rank 1 is below half of the data sheet"),
+        ("links", "message: bandwidth [GB/s]", [9, 1, 9, 3], "slow: ranks [1, 3] take up to 9.0 × the median"),
+        ("pipeline", "beside plain PyTorch", ["equal bits"], "good"),
+        ("overlap", "longer [%]", [1107.0, 1107.0], "slow: 12.1 × the plan"),
+        ("overlap", "longer [%]", [12.0], "good"),
+        ("overlap", "exposed: gradients [ms]", [1.0, 50.0], ""),
+        ("overlap", "host waits", ["train.py:3", "train.py:3"], "slow: the host waits for the device"),
+        ("overlap", "host waits", ["none, as far as the device tells"], ""),
+    ],
+)  # fmt: skip
+def test_a_verdict_compares_with_other_ranks_a_data_sheet_or_a_plan(
+    part: str, what: str, values: list[Any], expected: str
+) -> None:
+    """A rank is slow from 1.5 times the time of the median on; of two ranks, the faster is the median."""
+    assert verdict(part, what, dict(enumerate(values))) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "sheet"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a10040gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H100 PCIe", None),  # the sheet is of SXM
+        ("NVIDIA GH200 480GB", None),
+        ("x86_64 with 2 threads", None),
+    ],
+)
+def test_a_devices_name_leads_to_its_data_sheet(device: str, sheet: str | None) -> None:
+    assert sheet_of(device) == sheet
+
+
+def test_a_slow_step_on_a_cpu_is_explained(pool: Pool, tmp_path: Path) -> None:
+    """With more processes than cores, where any step counts as slow."""
+    code, printed, found = pool.run(crowded, tmp_path / "doctor.json", ranks=2)[0]
+    assert code == 0
+    longer = figures(found, "overlap")[0]["longer [%]"]
+    words = "2 processes take turns on 1 core, and in the plan they compute at once"
+    assert (
+        figures(found, "overlap")[0]["why"] == f"{words}: {1 + longer / 100:.1f} × the plan says nothing of a cluster"
+    )
+    assert re.search(r"torch +2\.\S+ +good\n", printed)
+    assert found["parts"]["pipeline"]["verdicts"] == {"beside plain PyTorch": "good"}
+
+
+def crowded(path: Path) -> Found:
+    with mock.patch("fxpipe.doctor.cores", return_value=1), mock.patch("fxpipe.doctor.SLOW", -1.0):
+        return doctor(path)
