@@ -67,11 +67,13 @@ def defer_weights(stage: Stage) -> Stage:
     )
 
 
-def deferred_calls(program: Program) -> list[str]:
-    """Returns the nodes that would leave gradients to W if the backwards of the stages were split into halves."""
+def halves_of(program: Program) -> tuple[list[str], list[str]]:
+    """Returns the nodes that would leave gradients to W if the backwards of the stages were split into halves, and the
+    nodes whose parameters' gradients would stay in I."""
     deferrable = _Deferrable(program)
     trained = {id(parameter) for parameter in program.module.parameters() if parameter.requires_grad}
-    return [node.name for node in deferrable.calls if deferrable.parameters(node) & trained]
+    calls = [node.name for node in deferrable.calls if deferrable.parameters(node) & trained]
+    return calls, [node.name for node in program.nodes if deferrable.parameters(node) & deferrable.in_input]
 
 
 class _Deferrable:

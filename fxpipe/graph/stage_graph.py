@@ -335,6 +335,8 @@ class StageGraph(Tabular):
         ]
         notes = [*marked, self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
+        if halves:
+            halves.append('a bubble "at B = 2 F" counts half of B as W; fxpipe.preview counts the part that W has')
         # The record tracer keeps modules, and W is made of single calls.
         if halves and "the record tracer" in self.origin:
             halves.append('tracer="export" takes modules apart, and leaves more gradients to W, where it captures them')

@@ -24,7 +24,7 @@ from fxpipe.errors import PartitionError, TraceError
 from fxpipe.graph.program import Program, where
 from fxpipe.hardware import REFERENCE, FigureMissing, Hardware
 from fxpipe.no_gc import paused
-from fxpipe.passes.defer_weights import deferred_calls
+from fxpipe.passes.defer_weights import halves_of
 from fxpipe.search.alike import NodeOutcome, Operands, has_only_pure_operators
 from fxpipe.search.memory import Account, StaticBytes, rows_of
 from fxpipe.stage.activation_checkpoints import checkpoints_noted, checkpoints_that_keep
@@ -240,7 +240,10 @@ def costs_from_shapes(
         size, names = groups[stage].size, [name for name, at in program.stage_of.items() if at == stage]
         run.nodes |= {name: group_run.nodes[name].part(size) for name in names}
         run.memory |= {key: group_run.memory[key] // size for name in names for key in group_run.nodes[name].saved}
-    run.defer(deferred_calls(program))
+    calls, in_input = halves_of(program)
+    run.defer(calls)
+    stay = {name: replace(run.nodes[name], weight=0.0) for name in in_input if name in run.nodes}
+    run.nodes |= stay if halves else {}
     guesses = []
     if run.guessed:
         guesses.append(

@@ -85,6 +85,31 @@ def test_a_frozen_layer_behind_a_trained_one_makes_the_gradient_of_its_input_alo
     assert second.weight == 0
 
 
+class Inner(nn.Module):
+    """Its second product is of a function whose gradients stay in I (``passes.defer_weights.CALLS``)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(8, 8, bias=False), nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.inner(fxpipe.stage_boundary(self.first(x)), self.weight).mean()
+
+
+def test_w_takes_no_time_where_the_gradients_stay_in_i_and_the_planned_bubble_counts_so() -> None:
+    """Of 2 micro-batches, in products: rank 0 takes F 1, I 0, W 1, and rank 1 F 1, I 2, W 0. So rank 1 runs from 1 to
+    7, and the last W of rank 0 ends at 8: bubbles of 4/8 and 2/8."""
+    hardware = replace(PLAIN, latency=0.0, link=1e30)
+    options: dict[str, Any] = {"example_args": (torch.ones(4, 8),), "tracer": "symbolic", "hardware": hardware}
+    topology = fxpipe.Topology([("pipe", 2)])
+    preview = fxpipe.preview(Inner(), topology, microbatches=2, schedule="zb_h1", **options)
+    product = 2 * 2 * 8 * 8
+    assert preview.timeline.costs.weight == (product, 0)
+    assert preview.timeline.costs.backward == (product, 2 * product)
+    assert preview.bubble == pytest.approx((4 / 8 + 2 / 8) / 2)
+    assert "fxpipe.preview counts the part that W has" in str(preview.graph)
+
+
 def test_attention_counts_its_two_products_and_five_in_backward() -> None:
     class Attention(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
