@@ -149,6 +149,30 @@ def test_zero_3_keeps_its_bits_and_no_whole_parameter_counts(pool: Any) -> None:
             assert [(str(each.action), each.end) for each in row] == held_by_formula(timeline, rank, {})
 
 
+class Packing(nn.Module):
+    """Saves by a hook that packs a copy."""
+
+    unpacked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.clone(),), self.unpack):
+            return x.exp()
+
+    def unpack(self, packed: tuple[Tensor]) -> Tensor:
+        self.unpacked += 1
+        return packed[0]
+
+
+def test_what_a_hook_has_packed_counts_and_only_the_backward_unpacks_it() -> None:
+    stages = {"a": nn.Linear(4, 4), "b": (packing := Packing()), "loss": lambda x: x.sum()}
+    graph = fxpipe.StageGraph.from_callables(stages, [("a", "b"), ("b", "loss")], {"a": ["x"]})
+    forward_backward = fxpipe.compile(graph, Topology([("pipe", 3)]), microbatches=2)
+    forward_backward.record_timeline(memory=True)
+    forward_backward(torch.randn(6, 4))
+    assert packing.unpacked == 2  # once for each micro-batch
+    assert forward_backward.timeline(memory=True).memory[1][0].end == 3 * 4 * FLOAT
+
+
 def not_recorded(rank_that_forgot: int) -> str:
     forward_backward = fxpipe.compile(Stack(), Topology([("pipe", 2)]), microbatches=MICROBATCHES)
     forward_backward.record_timeline(memory=forward_backward._transport.pipe_rank != rank_that_forgot)
