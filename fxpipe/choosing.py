@@ -28,7 +28,7 @@ from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import FxpipeError, RunError, TopologyError, TraceError
 from fxpipe.forecast.choice import Choice, ChosenPlan, written
-from fxpipe.forecast.estimate import Estimates, GridPlan, Work, work_of
+from fxpipe.forecast.estimate import Estimates, GridPlan, MicrobatchWork, work_of
 from fxpipe.forecast.figures import Stepping, preview_of
 from fxpipe.graph.program import Program
 from fxpipe.hardware import Hardware
@@ -257,10 +257,10 @@ class _Choosing:
         self.estimates.learn(plan, preview.seconds)
         return self.plans[plan]
 
-    def _work_for(self, rows: int) -> Work:
+    def _work_for(self, rows: int) -> MicrobatchWork:
         return self._work(rows)
 
-    def _work_of(self, rows: int) -> Work:
+    def _work_of(self, rows: int) -> MicrobatchWork:
         """The work of a micro-batch, from the costs of as many rows, or of the nearest number of rows."""
         near = min(self._costed, key=lambda other: (abs(math.log(other / rows)), other))
         program, costs = self._costs_of(near)

@@ -29,7 +29,7 @@ GROUND = set(
 """What every package may import; nothing in it imports another package."""
 PACKAGES = (
     "stage graph schedules passes distributed batch checkpoint trace parameters options search numerics capture "
-    "sharding plan forecast run compiler __init__ loops doctor __main__".split()
+    "sharding plan forecast run compiler choosing __init__ loops doctor __main__".split()
 )
 """Each imports the ground and packages before it."""
 

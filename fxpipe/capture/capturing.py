@@ -121,7 +121,7 @@ class Capturing:
         ``of``."""
         source, results = captures.source, list[Examined]()
 
-        def traced() -> _Traced:
+        def traced() -> _TracedProgram:
             # 1. The request. 2. The regions.
             observed = list[Observed]()
             request = self._request(captures, this)
@@ -143,7 +143,7 @@ class Capturing:
                     captures.any_words or captures.first is None,
                 )
             results.append(examined)
-            return _Traced(examined.program, request, added, observed, noted)
+            return _TracedProgram(examined.program, request, added, observed, noted)
 
         once = source.balancing.once
         program, request, added, observed, noted = once(("traced", this), traced)
@@ -269,7 +269,7 @@ class Capturing:
             raise
 
 
-class _Traced(NamedTuple):
+class _TracedProgram(NamedTuple):
     """A capture before its cut, which is the same for all topologies."""
 
     program: Program

@@ -57,7 +57,7 @@ class GridPlan:
 
 
 @dataclass(frozen=True)
-class Work:
+class MicrobatchWork:
     """The work of a micro-batch on all stages together, in seconds and bytes."""
 
     seconds: float
@@ -72,7 +72,7 @@ class Work:
     """The bytes of all parameters."""
 
 
-def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> Work:
+def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> MicrobatchWork:
     """The work of a micro-batch with ``times`` as many rows as the one that was costed.
 
     Arithmetic and saved bytes grow with the rows. Reading the weights, and operators as short as a launch, do not.
@@ -95,7 +95,7 @@ def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> Work:
         ends[node.name] = begin + seconds.get(node.name, 0.0)
     whole = sum(cost.forward + cost.backward for cost in costs.nodes.values()) or 1.0
     total = sum(seconds.values())
-    return Work(
+    return MicrobatchWork(
         total,
         total * sum(cost.forward for cost in costs.nodes.values()) / whole,
         max(ends.values(), default=0.0),
@@ -112,7 +112,7 @@ class Estimates:
 
     def __init__(
         self,
-        work: Callable[[int], Work],
+        work: Callable[[int], MicrobatchWork],
         static: Callable[[Zero, int], float],
         uneven: Callable[[int], float],
         hardware: Hardware,
@@ -141,7 +141,7 @@ class Estimates:
         factor, key = seconds / self._least(plan), (plan.pipe, plan.rows)
         self._factors[key] = max(1.0, min(factor, self._factors.get(key, factor)))
 
-    def of_equal_stages(self, work: Work, pipe: int, count: int) -> float:
+    def of_equal_stages(self, work: MicrobatchWork, pipe: int, count: int) -> float:
         """The seconds of a table of equal stages."""
         share = work.seconds / pipe
         fill = max(work.path - share, 0.0) if self._is_full else 0.0

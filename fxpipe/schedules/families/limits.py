@@ -201,7 +201,7 @@ def with_fewer_microbatches(problem: Problem, actions: int, least: int) -> Probl
     return replace(problem, microbatches=fewer, costs=problem.costs.first(fewer))
 
 
-class Choice(NamedTuple):
+class Shortest(NamedTuple):
     """A table, the function that made it, and its makespan."""
 
     maker: Maker
@@ -227,26 +227,26 @@ class Chosen(tuple[Row, ...]):
         return Chosen.named(rows, other.name) if isinstance(other, Chosen) else rows
 
 
-def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Choice:
+def shortest(problem: Problem, makers: Iterable[Maker], costs: Costs) -> Shortest:
     """Returns the table of the least makespan at these costs, the first of equal ones; stops at the lower bound."""
     best = _shortest(problem, makers, costs, limited=False)
     assert best is not None
     return best
 
 
-def shortest_within_limits(problem: Problem, makers: Iterable[Maker]) -> Choice | None:
+def shortest_within_limits(problem: Problem, makers: Iterable[Maker]) -> Shortest | None:
     """As ``shortest``, at ``problem.costs``, among the tables within its limits; None if no table is."""
     return _shortest(problem, makers, problem.costs, limited=True)
 
 
-def shortest_of(problem: Problem, makers: Sequence[Maker]) -> Choice:
+def shortest_of(problem: Problem, makers: Sequence[Maker]) -> Shortest:
     """Returns the shortest table at F = 1 and B = 2 within the limits; if none is within, the shortest of all."""
     costs = Costs.of(len(problem.placement))
     return _shortest(problem, makers, costs, limited=True) or shortest(problem, makers, costs)
 
 
-def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: bool) -> Choice | None:
-    best: Choice | None = None
+def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: bool) -> Shortest | None:
+    best: Shortest | None = None
     for maker in makers:
         rows = maker(problem)
         schedule = problem.table(rows)
@@ -254,7 +254,7 @@ def _shortest(problem: Problem, makers: Iterable[Maker], costs: Costs, limited: 
             continue
         plan = schedule.simulate(costs)
         if best is None or plan.makespan < best.makespan:
-            best = Choice(maker, rows, plan.makespan)
+            best = Shortest(maker, rows, plan.makespan)
         # No table is shorter than the bound, so later tables need not be made.
         if best.makespan <= plan.lower_bound:
             break

@@ -24,9 +24,9 @@ from fxpipe.schedules.families.gathered import fastest
 from fxpipe.schedules.families.laps import laps
 from fxpipe.schedules.families.limits import (
     Caps,
-    Choice,
     Chosen,
     Maker,
+    Shortest,
     caps,
     raised,
     round_trip_caps,
@@ -120,7 +120,7 @@ def greedy(problem: Problem) -> tuple[Row, ...]:
     return halves.rows if halves is not None and halves.makespan < whole.makespan else whole.rows
 
 
-def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Choice | None:
+def _in_halves(problem: Problem, few: Problem, tried: Sequence[Caps]) -> Shortest | None:
     """The shortest table with split backwards; None if all hold too much: a W may need more bytes than its I."""
     makers = [make for stage_caps in tried for make in by_each_priority(problem.costs, stage_caps, room=problem.memory)]
     if few is problem:
