@@ -48,6 +48,8 @@ from fxpipe.validation import Expected, check, is_mapping, is_number, is_whole, 
 
 LITTLE = 0.02
 """The fraction of a step's time that is too small a gain for simulating a plan."""
+TIMES = 3
+"""The most searches with less memory, for a plan that messages make too large."""
 MOST = 48
 """The most plans that are simulated."""
 NEAREST = 3
@@ -232,9 +234,23 @@ class _Choosing:
     def simulate(self, plan: GridPlan, nearest: bool = False) -> ChosenPlan | None:
         """The plan as ``fxpipe.preview`` has it; None if there is no table for it, or if it does not fit. ``nearest``:
         whether the nearest plan is simulated if it does not fit."""
+        chosen, limit = self._simulated(plan, self.hardware, nearest), self.hardware.memory
+        # Searches do not count messages. A plan of "auto" that these make too large gets less memory.
+        memory = limit
+        for _ in range(TIMES):
+            if chosen is None or limit is None or memory is None or nearest or chosen.fits or plan.keeps_all:
+                break
+            memory -= chosen.bytes - limit
+            chosen = self._simulated(plan, replace(self.hardware, memory=memory), nearest)
+        if chosen is not None:
+            self.plans[plan] = chosen
+            self.estimates.learn(plan, chosen.seconds)
+        return chosen
+
+    def _simulated(self, plan: GridPlan, hardware: Hardware, nearest: bool) -> ChosenPlan | None:
         ours: dict[str, Any] = {"microbatches": plan.microbatches, "zero": plan.zero}
         ours |= {name: value for name in ("recompute", "offload") if (value := getattr(plan, name)) is not False}
-        ours["hardware"] = self.given.hardware if self.given.memory is None else self.hardware
+        ours["hardware"] = self.given.hardware if hardware == Hardware.of(self.given.hardware) else hardware
         axes = [(name, size) for name, size in plan.axes if size > 1 or name == "pipe" or name in self.given.axes]
         try:
             topology = Topology(axes, self.given.ranks_per_node)
@@ -253,9 +269,7 @@ class _Choosing:
         if plan.rows not in self._costed:
             self._costed[plan.rows] = plans, stepping
             self._work.cache_clear()
-        self.plans[plan] = ChosenPlan(topology, ours, self.options, preview, plan.rows)
-        self.estimates.learn(plan, preview.seconds)
-        return self.plans[plan]
+        return ChosenPlan(topology, ours, self.options, preview, plan.rows, self.hardware.memory)
 
     def _work_for(self, rows: int) -> MicrobatchWork:
         return self._work(rows)
@@ -314,7 +328,7 @@ class _Choosing:
         if not self.plans:
             raise next(iter(self.refused.values()))
         self._search(waiting)
-        fitting = [plan for plan in self.plans.values() if plan.preview.fits is not False]
+        fitting = [plan for plan in self.plans.values() if plan.fits]
         remedies = () if fitting else tuple(self._remedies())
         refused = {f"{plan}": str(error) for plan, error in self.refused.items()}
         return Choice(tuple(sorted(self.plans.values(), key=_merit)), count, refused, remedies)
@@ -325,7 +339,7 @@ class _Choosing:
         waiting = [plan for plan in waiting if plan not in self.refused]
         while waiting and len(self.plans) + len(self.refused) < MOST:
             fitting = [plan for plan in waiting if self.estimates.bytes(plan) <= memory]
-            done = [each for each in self.plans.values() if each.preview.fits is not False]
+            done = [each for each in self.plans.values() if each.fits]
             best = min((each.seconds for each in done), default=math.inf)
             plan = min(fitting, key=self.estimates.seconds, default=None)
             if plan is None or self.estimates.seconds(plan) >= (1 - LITTLE) * best:
@@ -333,9 +347,9 @@ class _Choosing:
             waiting.remove(plan)
             chosen = self.simulate(plan)
             # Where everything stays in memory, "auto" changes nothing.
-            if chosen is not None and chosen.preview.fits and plan.keeps_all:
+            if chosen is not None and chosen.fits and plan.keeps_all:
                 waiting = [other for other in waiting if replace(other, recompute=False, offload=False) != plan]
-        if not any(each.preview.fits is not False for each in self.plans.values()):
+        if not any(each.fits for each in self.plans.values()):
             for plan in sorted(waiting, key=self.estimates.bytes)[:NEAREST]:
                 self.simulate(plan, nearest=True)
 
@@ -362,7 +376,7 @@ class _Choosing:
 
 def _merit(plan: ChosenPlan) -> tuple[bool, float, float]:
     """A sort key, less is better: plans that fit by their seconds, to four digits, then by bytes; others by bytes."""
-    fits = plan.preview.fits is not False
+    fits = plan.fits
     return not fits, float(f"{plan.seconds:.4g}") if fits else 0.0, plan.bytes
 
 

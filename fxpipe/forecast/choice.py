@@ -33,6 +33,13 @@ class ChosenPlan(Tabular):
     preview: Preview
     rows: int
     """The rows of a micro-batch."""
+    limit: float | None
+    """The bytes that a rank may use. ``hardware`` in ``options`` may have less, so that messages have room."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has at most ``limit`` bytes."""
+        return self.limit is None or self.bytes <= self.limit
 
     @property
     def bytes(self) -> float:
@@ -63,7 +70,7 @@ class ChosenPlan(Tabular):
 
     def row(self, axes: list[str], unit: float) -> list[str]:
         """The plan's line of the table. ``axes``: the names of the axes that have a column. ``unit``: in bytes."""
-        preview, memory = self.preview, self.preview.memory
+        preview = self.preview
         sizes = dict(self.topo.axes)
         options = {"recompute": False, "offload": False, **self.given, **self.options}
         traffic = [preview.inside_nodes, preview.between_nodes]
@@ -75,7 +82,7 @@ class ChosenPlan(Tabular):
             in_seconds(self.seconds),
             f"{preview.bubble:.1%}",
             scaled(self.bytes, unit),
-            "" if memory is None else f"{self.bytes / memory:.0%}",
+            "" if self.limit is None else f"{self.bytes / self.limit:.0%}",
             *("" if size is None else scaled(size, unit) for size in traffic),
         ]
 
@@ -101,7 +108,7 @@ class Choice(Tabular):
     @property
     def fits(self) -> bool:
         """Whether a plan fits the memory; True if there is no limit."""
-        return self.best.preview.fits is not False
+        return self.best.fits
 
     def __str__(self) -> str:
         axes = list(dict.fromkeys(name for plan in self.plans for name, _ in plan.topo.axes))
@@ -128,10 +135,10 @@ class Choice(Tabular):
         if self.fits:
             return []
         name, unit = unit_of(self.best.bytes)
-        memory = scaled(self.best.preview.memory, unit)
+        memory = scaled(self.best.limit, unit)
         lines = [f"no plan fits {memory} {name} a rank; the nearest takes {scaled(self.best.bytes, unit)}"]
         for words, plan in self.remedies:
-            fits = "fits" if plan.preview.fits else "does not fit"
+            fits = "fits" if plan.fits else "does not fit"
             lines.append(f"with {words}: {scaled(plan.bytes, unit)} {name}, {fits}, {in_seconds(plan.seconds)} a step")
         return lines
 

@@ -82,11 +82,14 @@ def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> Microbatc
 
     def seconds_of(cost: NodeCost) -> float:
         seconds = cost.forward + cost.backward
+        # Forward writes the results, unless they are views. Backward reads their gradients, and writes as many.
+        moved = cost.bytes_out * ((cost.forward > 0) + 2 * (cost.backward > 0))
+        least = times * max(cost.ideal / hardware.reached, moved / bandwidth)
         if seconds <= 4 * hardware.launch:
-            return seconds
+            return max(seconds, least)
         weights = 3 * sum(costs.parameters[key].size for key in cost.parameters) / bandwidth
         fixed = min(weights, seconds)
-        return max(fixed + times * (seconds - fixed), times * cost.ideal / hardware.reached)
+        return max(fixed + times * (seconds - fixed), least)
 
     ends: dict[str, float] = {}
     seconds = {name: seconds_of(cost) for name, cost in costs.nodes.items()}
@@ -121,6 +124,7 @@ class Estimates:
         self._work, self._static, self._uneven = work, cache(static), cache(uneven)
         self._hardware, self._is_full = hardware, schedule in FULL
         self._factors: dict[tuple[int, int], float] = {}
+        self._longer: dict[tuple[object, object], float] = {}
 
     def bytes(self, plan: GridPlan) -> float:
         """The bytes of the fullest rank, at least: a mean over ranks. With "auto" only the activations of one
@@ -134,12 +138,18 @@ class Estimates:
     def seconds(self, plan: GridPlan) -> float:
         """The seconds of a step, at least, as far as earlier tables tell."""
         factor = self._factors.get((plan.pipe, plan.rows))
-        return self._least(plan) * (self._uneven(plan.pipe) if factor is None else factor)
+        if factor is not None:
+            return self._least(plan) * factor
+        # How long ranks wait for recomputation and copies is known from other pipelines only.
+        return self._least(plan) * self._uneven(plan.pipe) * self._longer.get((plan.recompute, plan.offload), 1.0)
 
     def learn(self, plan: GridPlan, seconds: float) -> None:
         """Notes the seconds of a plan that was simulated."""
-        factor, key = seconds / self._least(plan), (plan.pipe, plan.rows)
+        factor, key, way = seconds / self._least(plan), (plan.pipe, plan.rows), (plan.recompute, plan.offload)
         self._factors[key] = max(1.0, min(factor, self._factors.get(key, factor)))
+        if not plan.keeps_all:
+            longer = factor / self._uneven(plan.pipe)
+            self._longer[way] = max(1.0, min(longer, self._longer.get(way, longer)))
 
     def of_equal_stages(self, work: MicrobatchWork, pipe: int, count: int) -> float:
         """The seconds of a table of equal stages."""

@@ -138,7 +138,7 @@ def test_the_nearest_plan_and_what_makes_it_fit_where_none_fits() -> None:
     text = f"{choice}"
     assert "no plan fits" in text
     remedies = dict(choice.remedies)
-    assert remedies["4 ranks"].preview.fits
+    assert remedies["4 ranks"].fits
     assert "with 4 ranks: " in text
 
 
