@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast
 from torch import nn
 
 from fxpipe.errors import DoesNotFit, RunError, nearest
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import LAYERS, Program
 from fxpipe.hardware import Hardware
 from fxpipe.packed import BatchDim, Offsets, Packed, check_counted, is_batch_dim
 from fxpipe.parameters.weights import Weights
@@ -43,7 +43,8 @@ P = ParamSpec("P")
 Arguments = TypeVar("Arguments")
 Result = TypeVar("Result")
 AUTO = "auto"
-Recompute = bool | Sequence[str] | Literal["auto"]
+Offload = bool | Sequence[str] | Literal["auto"]
+Recompute = Offload | Literal["layers"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,7 +67,7 @@ class Options:
     microbatch_cost: Callable[..., Any] | None = None
     placement: Mapping[str, int | Sequence[int] | Literal["all"]] | None = None
     recompute: Recompute = False
-    offload: Recompute = False
+    offload: Offload = False
     hardware: Hardware | str | None = None
     zero: ZeroLevel | Zero = 0
     precision: Precision | None = None
@@ -128,6 +129,11 @@ class Options:
             if not self.shows_nearest:
                 raise
             return plan(error.least_bytes)
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether ``recompute`` asks to checkpoint layers, or has names, which may be of layers."""
+        return self.recompute == LAYERS or (isinstance(self.recompute, tuple) and bool(self.recompute))
 
     @property
     def has_example(self) -> bool:
@@ -288,13 +294,11 @@ _KINDS: Mapping[str, Expected] = {
         lambda value: list_of(is_list)(value) and len(value) > 0 and all(map(len, value)),
         "for each batch a list with the cost of each sample",
     ),
-    **dict.fromkeys(
-        ("recompute", "offload"),
-        Expected(
-            lambda value: is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value)),
-            'True, False, "auto" or a list of stage names or patterns',
-        ),
+    "recompute": Expected(
+        lambda value: value == LAYERS or _marks(value),
+        'True, False, "auto", "layers" or a list of names or patterns, of stages or of layers',
     ),
+    "offload": Expected(lambda value: _marks(value), 'True, False, "auto" or a list of stage names or patterns'),
     "hardware": Expected(
         lambda value: isinstance(value, Hardware) or is_text(value),
         'the name of a GPU, such as "h100", or fxpipe.Hardware(...), as fxpipe.Hardware(memory=80e9)',
@@ -308,6 +312,10 @@ _KINDS: Mapping[str, Expected] = {
     ),
 }
 """Option → a test of its value, and a description of valid values. Other options are checked by their own packages."""
+
+
+def _marks(value: Any) -> bool:
+    return is_flag(value) or value == AUTO or (not is_text(value) and list_of(is_text)(value))
 
 
 _PLAIN = (str, int, float, type(None), Precision, Hardware, Zero, Tracing, Checks)

@@ -10,6 +10,7 @@ then makes the ``StageGraph``.
 5. ``partition`` gives each remaining node its stage; for later captures it calls ``follow``.
 6. ``name_stages`` names the stages.
 7. ``gather`` finds the stages that run once for several micro-batches.
+8. ``checkpoint_layers`` puts the layers that ``recompute=`` names into calls that run again in the backward.
 
 A new pass needs a file, a test, and an entry in ``default()``. ``chain`` checks the program after each pass.
 
@@ -25,6 +26,7 @@ if __name__ == "passes":
 from fxpipe.passes.alias_groups import alias_groups
 from fxpipe.passes.blocks import blocks
 from fxpipe.passes.chain import Pass
+from fxpipe.passes.checkpoint_layers import checkpoint_layers, without_checkpoints
 from fxpipe.passes.drop_unused import drop_unused, erase_boundaries, erase_cuts
 from fxpipe.passes.gather import gather
 from fxpipe.passes.mark_copies import mark_copies
@@ -36,7 +38,7 @@ from fxpipe.passes.split import split
 
 def default() -> tuple[Pass, ...]:
     """Returns the pass pipeline, in order. ``compile(passes=...)`` takes this tuple, changed or unchanged."""
-    return drop_unused, order_writes, alias_groups, mark_copies, partition, name_stages, gather
+    return drop_unused, order_writes, alias_groups, mark_copies, partition, name_stages, gather, checkpoint_layers
 
 
 def before_balance() -> tuple[Pass, ...]:
@@ -48,6 +50,7 @@ __all__ = [
     "alias_groups",
     "before_balance",
     "blocks",
+    "checkpoint_layers",
     "default",
     "drop_unused",
     "erase_boundaries",
@@ -58,4 +61,5 @@ __all__ = [
     "order_writes",
     "partition",
     "split",
+    "without_checkpoints",
 ]

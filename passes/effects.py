@@ -32,6 +32,7 @@ from fxpipe.graph.stage_graph import own_tensors
 from fxpipe.graph.topological import reachable
 from fxpipe.stage.deferred import runs_hooks
 from fxpipe.stage.opaque_call import OpaqueCall
+from fxpipe.stage.recomputed_part import RecomputedPart
 from fxpipe.torch_compat import pytree
 from fxpipe.torch_compat.modules import BATCH_STATISTICS, DROPOUTS, SPECTRAL_NORM
 from fxpipe.torch_compat.operators import OpOverload, OpOverloadPacket, schema_of
@@ -110,7 +111,7 @@ def is_item_write(node: Node) -> bool:
 def returns_written(program: Program, node: Node) -> bool:
     """Whether an operation that writes returns the tensor that it has written, as ``x.add_(1)`` does."""
     if node.op == "call_module":
-        return not isinstance(program.attribute(node), OpaqueCall)
+        return not isinstance(program.attribute(node), OpaqueCall | RecomputedPart)
     if node.target in _IN_PLACE_OPERATORS:
         return True
     if isinstance(node.target, OpOverload):
@@ -130,7 +131,8 @@ def written(program: Program, node: Node) -> list[Node]:
     """
     if node.op == "call_module":
         module = program.attribute(node)
-        indices = module.overwrites if isinstance(module, OpaqueCall) else [0] * bool(getattr(module, "inplace", False))
+        is_part = isinstance(module, OpaqueCall | RecomputedPart)
+        indices = module.overwrites if is_part else [0] * bool(getattr(module, "inplace", False))
         return [source for index in indices for source in nodes_in(node.args[index])]
     only_reads = isinstance(node.target, OpOverload) and _only_reads(node.target)
     if only_reads or not node.op.startswith("call_") or is_number(node):

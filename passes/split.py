@@ -68,8 +68,10 @@ def split(program: Program) -> StageGraph:
     opaque regions of two stages use the same changing attribute.
     """
     if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
+        raise PartitionError("a boundary gathers, and passes= leaves out the pass that sees to it: gather")
+    if program.recompute and program.plain is None:
         raise PartitionError(
-            "a boundary gathers, and passes= leaves out the pass that sees to it: gather, the last one"
+            "recompute= names layers, and passes= leaves out the pass that sees to it: checkpoint_layers"
         )
     _check_attributes(program)
     # 1. uses over all stages
@@ -113,7 +115,8 @@ def split(program: Program) -> StageGraph:
         written=written,
         written_by_batch=names_written_by_batch(program) & written,
         counting=counts,
-        crossings=crossings(program),
+        crossings=crossings(program.plain or program),
+        layers=program.layers,
         generators=_own_generators(program),
     )
     return graph.with_backward()
@@ -361,7 +364,7 @@ class _Builder:
         if node.name in self._whole.may_write:
             self._as_now.clear()
         self.draws_random |= is_random(program, node)
-        self.runs_python |= effects is not None
+        self.runs_python |= effects is not None and effects.runs_python
 
     def _change_modes(self, node: Node | None) -> None:
         """Leaves the modes of the previous nodes, and enters the modes of ``node``, if they differ."""

@@ -81,6 +81,8 @@ class First(NamedTuple):
 
     program: Program
     """The program, cut into stages."""
+    run: Program
+    """The program that the stages run: with calls of checkpointed layers."""
     searched: Balanced | None
     """The search result: the stages, or the ranks of the stages."""
     unused: frozenset[str]
@@ -218,7 +220,7 @@ class Captures:
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
-        return self.source.balancing.stage_work(self.program, pattern, placement)
+        return self.source.balancing.stage_work(self.first and self.first.run, pattern, placement)
 
     @property
     def inputs_with_objects(self) -> set[str]:

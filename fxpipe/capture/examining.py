@@ -27,8 +27,10 @@ from fxpipe.batch.pattern import Pattern
 from fxpipe.capture.auto_opaque import unused, with_unused
 from fxpipe.capture.captures import Captures, First, Source
 from fxpipe.capture.guard import Captured, Guard, Sizes
+from fxpipe.errors import PartitionError
 from fxpipe.graph.program import Program, gather_of, is_boundary
 from fxpipe.graph.stage_graph import StageGraph
+from fxpipe.options import Options
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Request
@@ -71,10 +73,11 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     if request.whole:
         names_unused = unused(program) if first is None else names_unused
         program = with_unused(program, names_unused)
-    program = program.replace(first=captures.program)
+    wanted = options.recompute if request.training and options.names_layers else ()
+    program = program.replace(first=captures.program, recompute=wanted)
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
-        program = once(("ready", traced.graph), partial(chain, default_passes.before_balance(), program))
+        program = once(("ready", traced.graph, wanted), partial(chain, default_passes.before_balance(), program))
         names = default_passes.name_stages, default_passes.gather
         if first is not None:
             program = default_passes.partition(program)
@@ -83,15 +86,17 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         else:
             if any(map(gather_of, filter(is_boundary, program.nodes))):
                 program = chain((default_passes.partition, *names), program)
-            searched = balancing.searched(program, pattern, shape)
-            program = searched.program
-        program = chain(names, program)
+            layered = once(("layers", program.graph, wanted), partial(default_passes.checkpoint_layers, program))
+            searched = balancing.searched(layered, pattern, shape)
+            program = default_passes.without_checkpoints(searched.program)
+        program = chain((*names, default_passes.checkpoint_layers), program)
     elif options.passes is None:
-        program = once(("ready", traced.graph), partial(chain, default_passes.default(), program))
+        program = once(("ready", traced.graph, wanted), partial(chain, default_passes.default(), program))
     else:
         if shape is not None:  # the user's own passes may read the shapes
             program = program.replace(shapes=source.shapes(program, shape, pattern))
         program = chain(options.passes, program)
+    _check_layers(program, options)
     # 3. The ranks.
     if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
         searched = balancing.placed(program, pattern, shape)
@@ -107,11 +112,24 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         _guard(program, request, this),
         text,
         program.tracer,
-        program if program.gathered else None,
+        (program.plain or program) if program.gathered else None,
         program.fixed_sizes,
     )
-    first = first or First(program, searched, names_unused)
-    return Examined(traced, program, captured, first)
+    plain = program.plain or program
+    first = first or First(plain, program, searched, names_unused)
+    return Examined(traced, plain, captured, first)
+
+
+def _check_layers(program: Program, options: Options) -> None:
+    """PartitionError if layers are checkpointed that another option changes or compiles."""
+    for option in ("parallelize", "stage_compiler") if program.layers else ():
+        if getattr(options, option) is not None:
+            raise PartitionError(
+                f"recompute= checkpoints layers, such as {next(iter(program.layers))}, and {option}= replaces the code that "
+                "it would run again; write recompute=True, or names of stages"
+                + ", or checkpoint_wrapper(layer) in parallelize"
+                * (option == "parallelize")
+            )
 
 
 def _guard(program: Program, request: Request, this: Pattern) -> Guard:

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
@@ -23,6 +24,15 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 """The shape of each leaf of a value; None for a leaf that is no tensor."""
 SizeGuard = Callable[[Sequence[Any]], bool]
 """A function of the inputs' tensors, in order, each a value with ``size()``, ``stride()`` and ``storage_offset()``."""
+LAYERS = "layers"
+"""``recompute=LAYERS``: the largest modules of which forward calls several."""
+
+
+def named(pattern: str, names: Iterable[str]) -> list[str]:
+    """Returns the names that are the pattern, or match it."""
+    return [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+
+
 IN_PLACE_NAMES = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul".split()
 """The names in ``operator`` of ``x += y`` and similar: each function writes its first argument, and returns it."""
 
@@ -41,6 +51,8 @@ class Effects:
     shares: tuple[int, ...] = ()
     draws_random: bool = False
     is_rehearsed: bool = False
+    runs_python: bool = True
+    """Whether the call may run code of the user's."""
     generators: frozenset[int] = frozenset()
     """The ids of the random generators, of Python, NumPy or the model's own, from which the call drew."""
 
@@ -97,6 +109,14 @@ class Program:
     ``compile(passes=...)``; a node that needs real numbers may have none, and none has without an example."""
     generators: Generators = field(default_factory=dict)
     """The random generators of the model's own, by name."""
+    recompute: str | tuple[str, ...] = ()
+    """The layers to checkpoint: ``LAYERS``, or patterns of the names of submodules."""
+    layers: Mapping[str, str] = field(default_factory=dict)
+    """Path of each such layer → the reason why a call of it stays as it is; "" for a checkpointed layer."""
+    inside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Call of a checkpointed layer → the nodes of ``plain`` that run in it."""
+    plain: Program | None = None
+    """The program before its layers were checkpointed; None if none were asked for."""
 
     @property
     def nodes(self) -> Reversible[Node]:

@@ -6,6 +6,7 @@ import keyword
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -193,6 +194,8 @@ class StageGraph(Tabular):
     """How the items of the loss are counted, if the loss is known to be a ``Sum``."""
     crossings: Mapping[str, Crossing] = field(default_factory=lambda: MappingProxyType({}))
     """The name of each value that passes between captured stages → how it is recorded."""
+    layers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Path of each layer that ``recompute=`` asks to checkpoint → why a call of it stays as it is, or ""."""
     work: StageWork | None = None
     """The seconds of the stages, and their shares of the work, if known."""
     complete: Callable[[StageGraph], StageGraph] | None = field(default=None, compare=False)
@@ -333,7 +336,7 @@ class StageGraph(Tabular):
         marked = [
             f"{what}: {', '.join(name for name in self.names if name in those)}" for what, those in marks if those
         ]
-        notes = [*marked, self.origin and f"captured by {self.origin}", self.labels]
+        notes = [*marked, *_checkpointed(self.layers), self.origin and f"captured by {self.origin}", self.labels]
         halves = [_made_in_input(stage) for stage in self.stages if stage.in_input]
         if halves:
             halves.append('a bubble "at B = 2 F" counts half of B as W; fxpipe.preview counts the part that W has')
@@ -415,6 +418,17 @@ class StageGraph(Tabular):
                 module.add_module(name, call)
         names = tuple(dict.fromkeys(name for stage in inputs.values() for name in stage))
         return StageGraph(tuple(built), names, module, origin="the user's callables").with_backward()
+
+
+def _checkpointed(layers: Mapping[str, str]) -> Iterator[str]:
+    """Yields texts that say which layers are checkpointed, and why others are not."""
+    for why in dict.fromkeys(layers.values()):
+        kept = [path for path, reason in layers.items() if reason == why]
+        parts = [path.rpartition(".") for path in kept]
+        runs = [[*run] for _, run in groupby(parts, lambda part: part[0] if part[2].isdecimal() else part)]
+        # of several layers in one list, the first and the last are named
+        some = ("".join(run[0]) + f" to {run[-1][2]}" * (len(run) > 1) for run in runs)
+        yield f"{'not ' * bool(why)}checkpointed: {', '.join(some)}" + f", since {why}" * bool(why)
 
 
 def _size(gathered: Gathered) -> str:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import cache
 from operator import itemgetter
 from typing import NamedTuple
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
+from fxpipe.graph.program import LAYERS, named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, IN_BOTH, Options
 from fxpipe.schedules.families.offload import least_rooms
@@ -113,22 +113,34 @@ def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequenc
 
 def _both_named(options: Options, graph: StageGraph) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the stages that ``recompute`` and ``offload`` mark, or, with "auto", may mark."""
-    again, host = (_named(options, option, graph) for option in ("recompute", "offload"))
+    again, host = (named_stages(options, option, graph) for option in ("recompute", "offload"))
     if isinstance(options.recompute, tuple) and isinstance(options.offload, tuple) and again & host:
         raise PartitionError(IN_BOTH.format(min(again & host)))
     return again, host
 
 
-def _named(options: Options, option: str, graph: StageGraph) -> frozenset[str]:
+def named_stages(options: Options, option: str, graph: StageGraph) -> frozenset[str]:
+    """The names of the stages that an option marks, or, with "auto", may mark.
+
+    PartitionError for a name that is neither of a stage nor, in ``recompute``, of a layer.
+    """
     wanted = getattr(options, option)
+    if wanted == LAYERS and not graph.layers:
+        raise PartitionError(
+            'recompute="layers" finds no layers: forward calls no two entries of one class in a list; name the submodules '
+            'to checkpoint, recompute=["encoder.*"], or write recompute=True for whole stages'
+        )
     if isinstance(wanted, bool | str):
-        return frozenset(graph.names) if wanted else frozenset()
+        return frozenset(graph.names) if wanted and wanted != LAYERS else frozenset()
     found = set[str]()
     for pattern in wanted:
-        names = [name for name in graph.names if name == pattern or fnmatchcase(name, pattern)]
+        names = named(pattern, graph.names)
+        if not names and option == "recompute" and named(pattern, graph.layers):
+            continue  # the capture has checkpointed these layers
         if not names:
+            layers = [path for path, _ in graph.module.named_modules() if path] if option == "recompute" else []
             raise PartitionError(
-                f"{option} names stage {pattern!r}, which does not exist{nearest(pattern, graph.names)}"
+                f"{option} names stage {pattern!r}, which does not exist{nearest(pattern, [*graph.names, *layers])}"
             )
         found.update(names)
     return frozenset(found)

@@ -38,6 +38,7 @@ from fxpipe.plan.activations import (
     choice_of,
     marked,
     named_choice,
+    named_stages,
     no_costs,
     rooms_of,
     searched_choice,
@@ -150,7 +151,8 @@ def _family(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Limited:
 
     def costs_by_shapes() -> Costs | None:
         work = _work(plans, graph, pattern)
-        return None if work is None else work.costs_with((bool(plans.options.recompute),) * len(graph))
+        again = named_stages(plans.options, "recompute", graph)
+        return None if work is None else work.costs_with([name in again for name in graph.names])
 
     costs = family.costs
     if costs is None and plans.by_pattern and not isinstance(table, Schedule):
@@ -176,11 +178,11 @@ def _given(
     table: Schedule, options: Options, graph: StageGraph, microbatches: int, tied: tuple[tuple[int, ...], ...]
 ) -> Schedule:
     """The user's own table, checked and completed for this graph."""
-    for wanted, option, what in (
-        (options.recompute, "recompute", "recomputed, by its cells R (as 0R3)"),
-        (options.offload, "offload", "offloaded, by its cells O and P (as 0O3 and 0P3)"),
+    for option, what in (
+        ("recompute", "recomputed, by its cells R (as 0R3)"),
+        ("offload", "offloaded, by its cells O and P (as 0O3 and 0P3)"),
     ):
-        if wanted:
+        if named_stages(options, option, graph):
             raise ScheduleError(f"the schedule given says itself what is {what}; leave {option}= out, or name a family")
     if table.microbatches != microbatches:
         raise ScheduleError(
@@ -233,10 +235,11 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     lines = [
         f"{kind.value}: {', '.join(name for name, mark in marks.items() if mark is kind) or 'no stage'}"
         for kind, option in ((AGAIN, plans.options.recompute), (HOST, plans.options.offload))
-        if option is not False
+        if option is not False and not (kind is AGAIN and graph.layers)
     ]
     costs = (lambda flags: None) if work is None else work.costs_with
-    none, flags = marked(keep, AGAIN), marked(tuple(marks.values()), AGAIN)
+    # With checkpointed layers, the costs without recomputation are those in which checkpoints keep their activations.
+    none, flags = (bool(graph.layers),) * len(graph), marked(tuple(marks.values()), AGAIN)
     before, after = without.planned(costs(none)), table.planned(costs(flags))
     numbers = [in_flight_of(each) for each in (without, table)]
     if numbers[0] != numbers[1]:

@@ -24,7 +24,7 @@ from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
 from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.cuts import Cuts
-from fxpipe.graph.program import Program, called_in
+from fxpipe.graph.program import Program, called_in, named
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.hardware import Hardware
@@ -170,6 +170,8 @@ def balance(
         has = "the model has {} stages" if is_cut else "the program has {} pieces that a cut may separate"
         raise PartitionError(f"{ranks} pipe ranks, but {has.format(len(work))}; use fewer ranks")
     family, result, refused = with_costs(schedule), None, None
+    if isinstance(recompute, tuple):  # the program has checkpointed the layers already
+        recompute = tuple(name for name in recompute if not named(name, program.layers))
     for piece_of, how in [(tuple(range(len(work))), "")] if is_cut else _pieces(program, work, ranks):
         merged = work.merged(piece_of)
         again = Rerun.from_option(recompute, program.stage_names if is_cut else [""] * len(merged))

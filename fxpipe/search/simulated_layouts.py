@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
 from fxpipe.errors import ScheduleError
+from fxpipe.graph.program import LAYERS, named
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
 from fxpipe.options import Recompute
 from fxpipe.schedules import Limited, Problem
@@ -70,8 +71,9 @@ class Rerun:
         """The blocks to recompute for the option ``wanted``. ``names``: the stage of each block, or "" if stages do not
         exist yet; then named stages are recomputed only at need."""
         if isinstance(wanted, tuple) and "" not in names:
-            return Rerun(tuple(name in wanted for name in names))
-        return Rerun((True,) * len(names), wanted is not True, wanted is True) if wanted else None
+            return Rerun(tuple(any(named(each, [name]) for each in wanted) for name in names))
+        is_of_stages = wanted and wanted != LAYERS
+        return Rerun((True,) * len(names), wanted is not True, wanted is True) if is_of_stages else None
 
 
 class Staged:

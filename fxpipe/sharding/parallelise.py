@@ -33,6 +33,7 @@ from fxpipe.search.memory import ParameterPart
 from fxpipe.sharding.data_axis import scope_of
 from fxpipe.sharding.gradients import Use
 from fxpipe.sharding.reducer import Reducer
+from fxpipe.stage.activation_checkpoints import Checkpointed
 from fxpipe.stage.awaiting import Waits
 from fxpipe.stage.stage_calls import check_shapes
 from fxpipe.tensors.dtensors import description_of, is_dtensor, lines_of, local
@@ -41,7 +42,6 @@ from fxpipe.torch_compat.groups import ranks_without_processes
 from fxpipe.torch_compat.modules import BATCH_NORM
 from fxpipe.torch_compat.tensors import hooks_of
 from fxpipe.trace.patching import backward_hooks
-from fxpipe.trace.record.opaque import Checkpointed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,17 +1,19 @@
-"""Activation checkpoints: what runs in place of torch.utils.checkpoint's own functions while a context is open."""
+"""Activation checkpoints: what runs in place of torch.utils.checkpoint's own functions while a context is open; and the
+module of a checkpointed part of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 
 from fxpipe.patches import noting, replaced
+from fxpipe.stage.modes import modes_restored
 from fxpipe.torch_compat.autograd import CHECKPOINT_GENERATOR
 
 
@@ -54,3 +56,28 @@ def checkpoints_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
 
     torchs = getattr(checkpointing, CHECKPOINT_GENERATOR), checkpointing.CheckpointFunction.apply
     return checkpoints_as(*(noting(note, run) for run in torchs))
+
+
+class Checkpointed(nn.Module):
+    """A recorded checkpointed part of forward. Backward recomputes the part's activations.
+
+    ``body`` takes the tensors that the part uses, including parameters that none of its opaque submodules holds.
+    ``options``: the keyword arguments of ``torch.utils.checkpoint.checkpoint``. The graph
+    enters the modes around a call, and ``body`` enters the modes inside of the part.
+    """
+
+    def __init__(self, body: nn.Module, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.body = body
+        self.options = dict(options)
+
+    def forward(self, *inputs: Any) -> Any:
+        # In place of an argument that needs a gradient and that the part does not use, as torch's reentrant checkpoints
+        # need on data.
+        is_needed = self.options["use_reentrant"] and not any(getattr(value, "requires_grad", 0) for value in inputs)
+        more = [torch.empty(0, requires_grad=True)] if is_needed else []
+        return checkpointing.checkpoint(self._run, len(inputs), *inputs, *more, **self.options)
+
+    def _run(self, count: int, *inputs: Any) -> Any:
+        with modes_restored():  # recomputation may stop early
+            return self.body(*inputs[:count])

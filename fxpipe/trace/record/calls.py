@@ -86,6 +86,7 @@ class Calls:
         self._paths = {id(vars(part)): path for path, part in self._root.named_modules()}
         # the tensors before the run: other tensors later show a functional_call
         self._tensors = all_tensors(self._root)
+        self._calls = itertools.count()
         self._set: set[str] = set()  # the names of attributes that forward has set
         self._thread = threading.get_ident()
         self._buffers, self.own = AssignedBuffers(), CallAttributes()
@@ -160,7 +161,9 @@ class Calls:
         recorder, path = self._recorder, self._paths[key[0]]
         module = self._root.get_submodule(path)
         try:
-            with replaced([(recorder, "stack", {**recorder.stack, path: type(module)})]):
+            with replaced(
+                [(recorder, "stack", {**recorder.stack, f"{path}@{next(self._calls)}": (path, type(module))})]
+            ):
                 frame = Frame(recorder, path, module, args, kwargs)
                 with outside():
                     python = PythonState(module, recorder.own_generators)
@@ -233,7 +236,7 @@ class Calls:
         recorder, reads = self._recorder, set(call.seen.reads)
         call.opaque.of_one_type = True
         frame = Frame(recorder, call.region.name, None, tuple(call.values), {})
-        frame.scope = replace(frame.scope, stack={**frame.scope.stack, call.region.path: nn.Module})
+        frame.scope = replace(frame.scope, stack={**frame.scope.stack, call.region.path: (call.region.path, nn.Module)})
         recorder.marks += 1
         result = tuple(map(recorder.fake.result_of, call.seen.specs))
         read = {storage for storage, (_, name) in recorder.storages.items() if name in reads}

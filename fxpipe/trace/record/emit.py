@@ -31,9 +31,9 @@ from torch.fx import Node
 from fxpipe.errors import TraceError
 from fxpipe.graph.program import Effects, graph_module
 from fxpipe.snapshots.snapshot import storage_of
+from fxpipe.stage.activation_checkpoints import Checkpointed
 from fxpipe.stage.modes import enter_modes, leave_modes
 from fxpipe.stage.stage_calls import check_shapes, shapes_of
-from fxpipe.trace.record.opaque import Checkpointed
 from fxpipe.trace.record.tape import Checkpoint, ModesNow, NamedSource, Operation, TapeValue, Touched, mapped, tensors
 
 Key = tuple[int, tuple[Any, ...]]
@@ -117,7 +117,7 @@ class _Writer:
             mapped(operation.kwargs, self.argument),
         )
         node.stack_trace = operation.scope.line or None
-        node.meta["nn_module_stack"] = {path: (path, owner) for path, owner in operation.scope.stack.items()}
+        node.meta["nn_module_stack"] = dict(operation.scope.stack)
         node.meta["val"] = self.bare(operation.result)
         if modes is not None and self.keeps_notes:
             node.meta["modes"] = modes

@@ -123,7 +123,7 @@ class Recorder(TorchFunctionMode):
         self.touched = TouchedMode()
         self.autocasts = [0]
         """The numbers of the open autocast blocks, innermost last; 0 stands for no block."""
-        self.stack: dict[str, type] = {}
+        self.stack: dict[str, tuple[str, type]] = {}
         self.checkpoints: tuple[Checkpoint, ...] = ()
         self._ended: dict[Checkpoint, str] = {}
         """A checkpointed part that a boundary has ended → the boundary's name."""

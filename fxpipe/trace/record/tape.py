@@ -134,11 +134,11 @@ class ModesNow:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The user's line, the modes, the submodules (path → class) and the checkpointed parts around an operation."""
+    """The user's line, the modes, the submodules (call → path, class) and the checkpointed parts around an operation."""
 
     line: str
     modes: ModesNow
-    stack: Mapping[str, type]
+    stack: Mapping[str, tuple[str, type]]
     checkpoints: tuple[Checkpoint, ...] = ()
 
 

@@ -1,0 +1,181 @@
+"""Checkpointed layers: inside of a stage, each layer keeps only its inputs, and nothing that anybody sees is another."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpipe
+from fxpipe import Topology, stage_boundary
+from tests.activations import Held, counted
+from tests.harness import Engines, assert_same
+
+WIDTH, WIDE, ROWS, MICROBATCHES, LAYERS = 8, 32, 16, 4, 6
+
+
+class Layer(nn.Module):
+    """Without dropout autograd keeps x, what GELU takes and what it makes."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return x + self.norm(self.drop(y) if self.drop.p else y)
+
+
+class Stack(nn.Module):
+    """``cut``: the layers in front of which a stage begins."""
+
+    def __init__(self, *cut: int, layers: int = LAYERS, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(stage_boundary(x, name=f"from{number}") if number in self.cut else x)
+        return x.square().mean()
+
+
+def batch(rows: int = ROWS) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))}
+
+
+def compiled(model: nn.Module, ranks: int = 2, tracer: str = "record", **options: Any) -> fxpipe.ForwardBackward:
+    options = {"microbatches": MICROBATCHES, "example_kwargs": batch()} | options
+    return fxpipe.compile(model, Topology([("pipe", ranks)]), tracer=tracer, **options)
+
+
+def stepped(model: nn.Module, ranks: int = 2, **options: Any) -> list[Tensor | None]:
+    """Losses, gradients and buffers of two steps."""
+    forward_backward = compiled(model, ranks, **options)
+    torch.manual_seed(2)
+    losses = [forward_backward(**batch()) for _ in range(2)]
+    gradients = [parameter.grad for parameter in forward_backward.parameters()]
+    return [*losses, *gradients, *(buffer.clone() for buffer in forward_backward.module.buffers())]
+
+
+def assert_equal(got: list[Tensor | None], wanted: list[Tensor | None]) -> None:
+    assert len(got) == len(wanted)
+    for one, other in zip(got, wanted, strict=True):
+        assert_same(one, other, "with and without checkpointed layers")
+
+
+# --- losses and gradients ---
+
+
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}, {"norm": True, "dropout": 0.2}], ids=str)
+def test_losses_gradients_and_statistics_are_those_without(tracer: str, options: dict[str, Any]) -> None:
+    run = partial(stepped, tracer=tracer)
+    assert_equal(run(Stack(3, **options), recompute="layers"), run(Stack(3, **options)))
+
+
+def test_they_are_those_of_plain_pytorch() -> None:
+    model, plain = Stack(3), Stack()
+    got = stepped(model, recompute="layers")
+    for _ in range(2):
+        for part in batch()["x"].chunk(MICROBATCHES):
+            (plain(part) / MICROBATCHES).backward()
+    for parameter, own in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same(parameter.grad, own.grad, "a gradient")
+    assert len(got) == 2 + len(list(plain.parameters()))
+
+
+def trained(dropout: float, options: dict[str, Any]) -> list[Tensor | None]:
+    """On this rank: the losses, and the gradients of its parameters by the model's order."""
+    forward_backward = compiled(Stack(3, dropout=dropout), **options)
+    torch.manual_seed(2)
+    losses = [forward_backward(**batch()) for _ in range(2)]
+    return [*losses, *(parameter.grad for parameter in forward_backward.parameters())]
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb_h1"}, {"schedule": "gpipe"}], ids=str)
+@pytest.mark.parametrize("engine", ["strict 1", pytest.param("distributed", marks=pytest.mark.processes)])
+def test_on_two_ranks_too(engine: str, options: dict[str, Any], engines: Engines) -> None:
+    got, wanted = (
+        engines(engine)(2, partial(trained, 0.2, {**options, "recompute": recompute}))
+        for recompute in ("layers", False)
+    )
+    for one, other in zip(got, wanted, strict=True):
+        assert_equal(one, other)
+
+
+# --- bytes ---
+
+MICRO = ROWS // MICROBATCHES
+INPUT = 4 * MICRO * WIDTH
+"""What a checkpointed layer keeps of a micro-batch."""
+INSIDE = 2 * 4 * MICRO * WIDE
+"""What its backward holds beside: what GELU takes, and what it makes."""
+
+
+def held(model: nn.Module, ranks: int, **options: Any) -> Held:
+    forward_backward = compiled(model, ranks, **options)
+    forward_backward(**(inputs := batch()))
+    with counted(forward_backward, inputs) as held:
+        forward_backward(**inputs)
+    return held
+
+
+class Gelus(TorchDispatchMode):
+    """How many results of GELU are in memory, at most."""
+
+    now = most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.gelu.default:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            weakref.finalize(result.untyped_storage(), self._freed)
+        return result
+
+    def _freed(self) -> None:
+        self.now -= 1
+
+
+def gelus(model: nn.Module, ranks: int, **options: Any) -> int:
+    forward_backward = compiled(model, ranks, **options)
+    with Gelus() as seen:
+        forward_backward(**batch())
+    return seen.most
+
+
+def activations(model: nn.Module, ranks: int, tracer: str = "record", **options: Any) -> float:
+    """The bytes of the first rank's activations, according to the preview."""
+    options = {"microbatches": MICROBATCHES, "example_kwargs": batch()} | options
+    preview = fxpipe.preview(model, Topology([("pipe", ranks)]), tracer=tracer, **options)
+    assert preview.ranks[0].activations is not None
+    return preview.ranks[0].activations
+
+
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+def test_a_stage_keeps_the_inputs_of_its_layers_and_in_backward_one_layer_whole(tracer: str) -> None:
+    """GPipe: the second stage, of 6 layers, holds 4 micro-batches. The loss keeps the argument of the square."""
+    options: dict[str, Any] = {"schedule": "gpipe", "tracer": tracer}
+    assert held(Stack(2, layers=8), 2, **options).peak[1] == MICROBATCHES * (7 * INPUT + 6 * INSIDE)
+    assert held(Stack(2, layers=8), 2, recompute="layers", **options).peak[1] == MICROBATCHES * 7 * INPUT
+    assert gelus(Stack(layers=8), 1, **options) == MICROBATCHES * 8
+    assert gelus(Stack(layers=8), 1, recompute="layers", **options) == 1
+
+
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+def test_the_preview_counts_what_is_held(tracer: str) -> None:
+    """One rank with one micro-batch at a time: the inputs of all layers but the first, which is the batch, and the
+    argument of the square; and in the last layer's backward one layer."""
+    previewed, without = (activations(Stack(), 1, tracer=tracer, recompute=each) for each in ("layers", False))
+    assert without == LAYERS * (INPUT + INSIDE)
+    assert previewed == LAYERS * INPUT + INSIDE
+    assert held(Stack(), 1, tracer=tracer, recompute="layers").peak[0] == LAYERS * INPUT
