@@ -514,7 +514,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--zero", type=int, metavar="N", help="0 to 3; 0")
     add("--zero-scope", metavar="WHERE", help="node or data; node")
     add("--bf16", action="store_true", help="precision=fxpipe.Precision()")
-    add("--recompute", choices=("all", "auto"), help="what is recomputed")
+    add("--recompute", choices=("all", "layers", "auto"), help="what is recomputed")
     add("--offload", choices=("all", "auto"), help="what waits in the host's memory")
     add("--memory", type=size, metavar="BYTES", help="the limit of a rank, 80e9, 80G or 75GiB; that of --hardware")
     add("--optimizer", metavar="NAME", help="a class of torch.optim; adamw")

@@ -131,9 +131,10 @@ class Options:
             return plan(error.least_bytes)
 
     @property
-    def names_layers(self) -> bool:
-        """Whether ``recompute`` asks to checkpoint layers, or has names, which may be of layers."""
-        return self.recompute == LAYERS or (isinstance(self.recompute, tuple) and bool(self.recompute))
+    def layers(self) -> str | tuple[str, ...]:
+        """The layers that ``recompute`` may ask to checkpoint, for ``Program.recompute``: names may be stages', too."""
+        is_of_layers = self.recompute == LAYERS or isinstance(self.recompute, tuple)
+        return cast("str | tuple[str, ...]", self.recompute) if is_of_layers else ()
 
     @property
     def has_example(self) -> bool:

@@ -1,4 +1,4 @@
-"""Checkpoint layers: replaces the nodes of a layer by one call, which keeps its inputs and runs again in the backward.
+"""Checkpoint layers: replaces the nodes of a layer by one call that keeps its inputs and runs again in backward.
 
 Takes: a ``Program`` whose ``recompute`` names layers. Gives: a program with a call of a ``RecomputedPart`` for each call
 of such a layer; ``inside``, ``layers`` and ``plain`` say what was replaced, and why not where it was not.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,27 +91,22 @@ class _Call:
 def _calls(program: Program) -> list[_Call]:
     nodes = [node for node in program.nodes if is_compute(node) and node.name not in program.copied]
     stacks = {node: _stack(node) for node in nodes}
-    kinds: dict[tuple[str, type], set[str]] = {}  # path without numbers, class → the calls
-    modules = dict(program.module.named_modules(remove_duplicate=False))
-    for stack in stacks.values():
-        for key, path in stack:
-            if path.rpartition(".")[2].isdecimal() and path in modules and _has_parts(modules[path]):
-                kinds.setdefault(_kind(path, modules), set()).add(key)
-    repeated = {kind for kind, keys in kinds.items() if len(keys) > 1}
-
-    stages = [name for name in program.recompute if named(name, program.stage_names)]
+    wanted, stages, kinds = program.recompute, program.stage_names, _kinds(program.module)
+    calls = {call for stack in stacks.values() for call in stack}
+    times = Counter(kinds[path] for _, path in calls if path in kinds)
 
     def is_layer(path: str) -> bool:
-        if program.recompute == LAYERS:
-            return path in modules and _kind(path, modules) in repeated
-        return any(named(name, [path]) for name in program.recompute if name not in stages)
+        if wanted == LAYERS:
+            return path in kinds and times[kinds[path]] > 1
+        return any(named(name, [path]) and not named(name, stages) for name in wanted)
 
-    members: dict[tuple[str, str], dict[Node, None]] = {}
+    members: dict[tuple[str, str, int | None], dict[Node, None]] = {}
     for node, stack in stacks.items():
-        # the outermost layer
-        if (call := next(((key, path) for key, path in stack if is_layer(path)), None)) is not None:
-            members.setdefault(call, {})[node] = None
-    return [_Call(path, tuple(_without_numbers(inside))) for (_, path), inside in members.items()]
+        # the outermost layer; each stage's part of it is a call
+        if (outermost := next(((key, path) for key, path in stack if is_layer(path)), None)) is not None:
+            members.setdefault((*outermost, program.stage_of.get(node.name)), {})[node] = None
+    parts = {call: tuple(_without_numbers(inside)) for call, inside in members.items()}
+    return [_Call(path, nodes) for (_, path, _), nodes in parts.items() if nodes]
 
 
 def _stack(node: Node) -> list[tuple[str, str]]:
@@ -119,13 +115,26 @@ def _stack(node: Node) -> list[tuple[str, str]]:
     return [(key, path) for key, (path, _) in stack.items() if path]
 
 
-def _kind(path: str, modules: dict[str, nn.Module]) -> tuple[str, type]:
-    return re.sub(r"\d+", "*", path), type(modules[path])
+def _kinds(model: nn.Module) -> dict[str, tuple[str, type]]:
+    """Returns path → its text without numbers, and the class, for the entries of lists that may be layers."""
+    return {
+        path: (re.sub(r"\d+", "*", path), type(module))
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path.rpartition(".")[2].isdecimal() and _has_parts(module)
+    }
 
 
 def _has_parts(module: nn.Module) -> bool:
     """Whether a module is more than a single layer of torch's, whose input autograd keeps anyway."""
     return any(True for _ in module.children()) or not type(module).__module__.startswith("torch.nn.")
+
+
+def around_layers(model: nn.Module, wanted: str | tuple[str, ...]) -> frozenset[str]:
+    """Returns the paths of the submodules around the outermost modules that may be the layers of ``wanted``."""
+    paths = [path for path, _ in model.named_modules(remove_duplicate=False)] if wanted else []
+    found = set(_kinds(model)) if wanted == LAYERS else {path for name in wanted for path in named(name, paths)}
+    around = {path: {path[: dot.start()] for dot in re.finditer(r"\.", path)} for path in found}
+    return frozenset().union(*(parents for parents in around.values() if found.isdisjoint(parents)))
 
 
 def _without_numbers(members: dict[Node, None]) -> dict[Node, None]:
@@ -151,8 +160,6 @@ class _Obstacles:
 
     def of(self, call: _Call) -> str:
         """The reason why a call cannot be one node; "" if it can."""
-        if len({self._program.stage_of.get(node.name) for node in call.nodes}) > 1:
-            return "it is in several stages"
         if not call.outputs:
             return "nothing uses its result"
         if not self._differentiated.isdisjoint(call.nodes):
@@ -182,6 +189,7 @@ class _Obstacles:
 
     def _amid(self, call: _Call) -> str:
         """Whether code that must stay in its place runs between the first and the last node of a call."""
+        stage = self._program.stage_of.get(call.nodes[0].name)
         behind: set[Node] = set()  # nodes outside that depend on the call
         for node in self._nodes[self._order[call.nodes[0]] : self._order[call.nodes[-1]]]:
             if node in call.members:
@@ -191,7 +199,7 @@ class _Obstacles:
             if any(operand in call.members or operand in behind for operand in node.all_input_nodes):
                 behind.add(node)
             is_fixed = node.name in self._groups or is_random(self._program, node) or node in self._home
-            if is_fixed and is_compute(node):
+            if is_fixed and is_compute(node) and self._program.stage_of.get(node.name) == stage:
                 return f"{node.name} runs amid it"
         if not behind.isdisjoint(call.nodes[-1].all_input_nodes):
             return f"{call.nodes[-1].name} needs a value that is computed outside from its own"
@@ -210,7 +218,7 @@ def _statistics(program: Program) -> set[int]:
 def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
     """The program with one node in place of each call's nodes, and a node for each result, of the result's own name."""
     graph, home = fx.Graph(), {node: call for call in calls for node in call.nodes}
-    built, waiting = dict[Node, Node](), list[Node]()
+    built, waiting = dict[Node, Node](), list[Node | _Call]()
     effects, stage_of, opaque = dict(program.effects), dict(program.stage_of), dict(program.opaque)
     inside, now = dict[str, tuple[str, ...]](), dict[str, str]()
     statistics, taken = _statistics(program), {node.name for node in program.nodes}
@@ -243,13 +251,15 @@ def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
             stage_of[whole.name] = stage_of[names[0]]
 
     for node in program.nodes:
-        if node not in home:
-            waiting.append(node)  # it may use a result of a call that is not complete
-        elif node is home[node].nodes[-1]:
-            add_call(home[node])
-        for each in [each for each in waiting if all(operand in built for operand in each.all_input_nodes)]:
-            built[each] = graph.node_copy(each, built.__getitem__)
-            waiting.remove(each)
+        if node not in home or node is home[node].nodes[-1]:
+            waiting.append(home.get(node, node))  # it may use a result of a call that is not complete
+        for each in [*waiting]:
+            if all(value in built for value in (each.inputs if isinstance(each, _Call) else each.all_input_nodes)):
+                waiting.remove(each)
+                if isinstance(each, _Call):
+                    add_call(each)
+                else:
+                    built[each] = graph.node_copy(each, built.__getitem__)
     gone = now.keys() - {node.name for node in graph.nodes}
     return program.replace(
         graph=graph,
@@ -276,7 +286,7 @@ def _notes(call: _Call) -> dict[str, Any]:
 
 
 def _part(program: Program, call: _Call, statistics: set[int]) -> RecomputedPart:
-    """The module that runs the nodes of a call. It enters their modes itself, unless the graph enters them around it."""
+    """The module that runs the nodes of a call. It enters their modes, unless the graph enters them around it."""
     graph, around = fx.Graph(), _notes(call).get("modes")
     built = {value: graph.placeholder(f"input_{index}") for index, value in enumerate(call.inputs)}
     for modes, group in groupby(call.nodes, lambda node: node.meta.get("modes")):

@@ -70,9 +70,7 @@ def split(program: Program) -> StageGraph:
     if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
         raise PartitionError("a boundary gathers, and passes= leaves out the pass that sees to it: gather")
     if program.recompute and program.plain is None:
-        raise PartitionError(
-            "recompute= names layers, and passes= leaves out the pass that sees to it: checkpoint_layers"
-        )
+        raise PartitionError("recompute= has names, and passes= leaves out the pass that sees to it: checkpoint_layers")
     _check_attributes(program)
     # 1. uses over all stages
     whole = _WholeProgram(program)

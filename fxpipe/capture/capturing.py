@@ -38,6 +38,7 @@ from fxpipe.graph.program import Program
 from fxpipe.graph.question import Unanswered
 from fxpipe.no_gc import paused
 from fxpipe.notebook import listed
+from fxpipe.passes.checkpoint_layers import around_layers
 from fxpipe.patches import replaced
 from fxpipe.progress import progress
 from fxpipe.search.node_costs import CostUnknown
@@ -196,6 +197,8 @@ class Capturing:
             asks_numbers=captures.questions.numbers,
             fixed_leaves={name: [leaf is not None for leaf in leaves] for name, _, leaves in inputs.holding},
         )
+        if self.pattern.training:
+            request = replace(request, around_layers=around_layers(request.module, options.layers))
         request = replace(request, generators=own_generators(request.module, request.loss_fn))
         if options.parallelize is not None:  # the function needs the user's modules
             request = replace(request, is_leaf_module=_is_block if source.balancing.finds_cuts else lambda *_: True)

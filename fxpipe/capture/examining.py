@@ -73,8 +73,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     if request.whole:
         names_unused = unused(program) if first is None else names_unused
         program = with_unused(program, names_unused)
-    wanted = options.recompute if request.training and options.names_layers else ()
-    program = program.replace(first=captures.program, recompute=wanted)
+    program = program.replace(first=captures.program, recompute=options.layers if request.training else ())
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
         program = once(("ready", traced.graph, wanted), partial(chain, default_passes.before_balance(), program))
@@ -125,8 +124,8 @@ def _check_layers(program: Program, options: Options) -> None:
     for option in ("parallelize", "stage_compiler") if program.layers else ():
         if getattr(options, option) is not None:
             raise PartitionError(
-                f"recompute= checkpoints layers, such as {next(iter(program.layers))}, and {option}= replaces the code that "
-                "it would run again; write recompute=True, or names of stages"
+                f"recompute= checkpoints layers, such as {next(iter(program.layers))}, and {option}= replaces the code "
+                "that would run again; write recompute=True, or names of stages"
                 + ", or checkpoint_wrapper(layer) in parallelize"
                 * (option == "parallelize")
             )

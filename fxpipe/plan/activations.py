@@ -127,8 +127,8 @@ def named_stages(options: Options, option: str, graph: StageGraph) -> frozenset[
     wanted = getattr(options, option)
     if wanted == LAYERS and not graph.layers:
         raise PartitionError(
-            'recompute="layers" finds no layers: forward calls no two entries of one class in a list; name the submodules '
-            'to checkpoint, recompute=["encoder.*"], or write recompute=True for whole stages'
+            'recompute="layers" finds no layers: forward calls no two entries of one class in a list; name '
+            'submodules, recompute=["encoder.*"], or write recompute=True for whole stages'
         )
     if isinstance(wanted, bool | str):
         return frozenset(graph.names) if wanted and wanted != LAYERS else frozenset()

@@ -295,6 +295,7 @@ class _CostingRun:
         self._saved: set[int] = set()
         self._inside: dict[int, int] | None = None  # storages that the running checkpoint keeps
         self._again, self._again_seconds = 0, 0.0
+        self._operands = set[int]()
         self.seconds_again: dict[str, float] = {}
         """Node → the seconds that its checkpoints would recompute, in a run in which checkpoints keep everything."""
         parameters = dict(program.module.named_parameters())
@@ -339,7 +340,9 @@ class _CostingRun:
         try:
             yield
         finally:
-            self._again = max(self._again, sum(self._inside.values()))
+            # a checkpoint's inputs are kept anyway
+            inside = sum(size for key, size in self._inside.items() if key not in self._operands)
+            self._again = max(self._again, inside)
             self._again_seconds += (self.meter.forward - before) * bool(self._inside)
             self._inside = None
 
@@ -389,6 +392,8 @@ class _CostingRun:
         self.meter = meter = OperatorMeter(self.hardware, is_weight, self.times)
         self._saved = set()
         self._again, self._again_seconds = 0, 0.0
+        operands = tensors_in([self.values[operand] for operand in node.all_input_nodes])
+        self._operands = {id(tensor.untyped_storage()) for tensor in operands}
         try:
             with modes_of(node), meter:
                 self.values[node] = call_node(self.program, node, self.values)

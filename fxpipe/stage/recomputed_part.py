@@ -1,6 +1,6 @@
 """Recomputed part: a part of a stage that keeps only its inputs, and runs again in the stage's backward.
 
-``passes.checkpoint_layers`` puts calls of such parts into programs. The part runs under ``torch.utils.checkpoint``, which
+``passes.checkpoint_layers`` puts calls of such parts into programs. A part runs under ``torch.utils.checkpoint``, which
 also repeats random numbers and autocast. What torch does not repeat is restored here: the second run begins with the
 batch statistics and the Python attributes of the first, and leaves them as it found them.
 """
@@ -24,8 +24,8 @@ from fxpipe.torch_compat.tensors import version_of
 class RecomputedPart(nn.Module):
     """A call runs ``body``, and the backward runs it again.
 
-    ``overwrites``: the indices of the inputs that are batch statistics, which ``body`` writes. ``draws_random``: whether
-    ``body`` draws from torch's generators.
+    ``overwrites``: the indices of the inputs that are batch statistics, which ``body`` writes. ``draws_random``:
+    whether ``body`` draws from torch's generators.
     """
 
     def __init__(self, body: nn.Module, overwrites: Sequence[int], draws_random: bool) -> None:
@@ -51,7 +51,7 @@ class RecomputedPart(nn.Module):
                 return self.body(*(statistics.get(index, value) for index, value in enumerate(inputs)))
 
         others = [None if index in statistics else value for index, value in enumerate(inputs)]
-        options = {"use_reentrant": False, "preserve_rng_state": self.draws_random}
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.draws_random}
         return torch.utils.checkpoint.checkpoint(run, *others, **options)
 
     def _restore(self, statistics: Iterable[Tensor]) -> Callable[[], None]:

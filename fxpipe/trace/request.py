@@ -126,6 +126,8 @@ class Request:
     ask: Callable[[Request, Any, Any, Answers], None] = lambda *_: None
     """``ask(request, program, asked, answers)`` takes a program that computes the ``Asked`` value, and the earlier
     answers. It raises ``Unanswered`` for a question; if it returns, the tracer refuses the model."""
+    around_layers: frozenset[str] = frozenset()
+    """The submodules around layers that are to be checkpointed, which are therefore no single calls."""
     asks_numbers: bool = False
     """Whether forward may ask for numbers, and not for bools alone. Each number takes a capture."""
     any_words: bool = False

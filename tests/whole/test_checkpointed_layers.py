@@ -1,4 +1,4 @@
-"""Checkpointed layers: inside of a stage, each layer keeps only its inputs, and nothing that anybody sees is another."""
+"""Checkpointed layers: in a stage, each layer keeps only its inputs, and nothing that anybody sees is another."""
 
 from __future__ import annotations
 
@@ -173,9 +173,144 @@ def test_a_stage_keeps_the_inputs_of_its_layers_and_in_backward_one_layer_whole(
 
 @pytest.mark.parametrize("tracer", fxpipe.TRACERS)
 def test_the_preview_counts_what_is_held(tracer: str) -> None:
-    """One rank with one micro-batch at a time: the inputs of all layers but the first, which is the batch, and the
-    argument of the square; and in the last layer's backward one layer."""
+    """One rank with one micro-batch at a time keeps the inputs of all layers but the first, which is the batch, and the
+    argument of the square. In the last layer's backward, one layer is in place of this argument."""
     previewed, without = (activations(Stack(), 1, tracer=tracer, recompute=each) for each in ("layers", False))
     assert without == LAYERS * (INPUT + INSIDE)
-    assert previewed == LAYERS * INPUT + INSIDE
+    assert previewed == (LAYERS - 1) * INPUT + INSIDE
     assert held(Stack(), 1, tracer=tracer, recompute="layers").peak[0] == LAYERS * INPUT
+
+
+# --- which layers ---
+
+
+def described(model: nn.Module, **options: Any) -> list[str]:
+    """The lines of the stages' table about recomputation."""
+    lines = str(compiled(model, **options).stages).splitlines()
+    return [line for line in lines if "checkpointed" in line or "recomputed" in line]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "lines"),
+    [
+        ("layers", ["checkpointed: layers.0 to 5"]),
+        (["layers.[12]", "layers.4.down"], ["checkpointed: layers.1 to 2, layers.4.down"]),
+        (["from3"], ["recomputed: from3"]),
+        (["from3", "layers.1"], ["recomputed: from3", "checkpointed: layers.1"]),
+    ],
+)
+def test_names_are_of_stages_or_else_of_submodules(recompute: Any, lines: list[str]) -> None:
+    options = {"recompute": recompute, "schedule": "gpipe"}
+    assert described(Stack(3, dropout=0.1), **options) == lines
+    run = partial(stepped, schedule="gpipe")
+    assert_equal(run(Stack(3, dropout=0.1), recompute=recompute), run(Stack(3, dropout=0.1)))
+
+
+def test_a_name_of_neither_is_refused() -> None:
+    with pytest.raises(fxpipe.PartitionError, match="'layers.9', which does not exist; did you mean"):
+        compiled(Stack(3), recompute=["layers.9"])
+    with pytest.raises(fxpipe.PartitionError, match="finds no layers"):
+        compiled(nn.Sequential(nn.Linear(WIDTH, 1), nn.Flatten(0)), 1, recompute="layers", loss_fn=torch.mean)
+
+
+@pytest.mark.parametrize("option", ["parallelize", "stage_compiler"])
+def test_what_replaces_the_code_of_layers_is_refused(option: str) -> None:
+    with pytest.raises(fxpipe.PartitionError, match=f"checkpoints layers, such as layers.0, and {option}="):
+        compiled(Stack(3), recompute="layers", **{option: lambda *args: None})
+
+
+class Odd(Layer):
+    """A layer that counts its calls in a buffer, and uses the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def test_a_layer_that_changes_what_it_reads_stays_as_it_is() -> None:
+    def model() -> Stack:
+        stack = Stack(3)
+        stack.layers[1], stack.layers[2] = Odd(), Odd()
+        return stack
+
+    (told, why) = described(model(), recompute=["layers.[1-5]"], tracer="export")
+    assert (told, why.split(", since")[0]) == (
+        "checkpointed: layers.3 to 5",
+        "not checkpointed: layers.1 to 2",
+    )
+    assert_equal(stepped(model(), tracer="export", recompute=["layers.[1-5]"]), stepped(model(), tracer="export"))
+
+
+class Shared(nn.Module):
+    """A single layer that runs again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.group = nn.ModuleList([Layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(LAYERS):
+            x = self.group[0](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("tracer", fxpipe.TRACERS)
+def test_each_call_of_a_layer_is_checkpointed_by_itself(tracer: str) -> None:
+    assert held(Shared(), 1, tracer=tracer, recompute="layers").peak[0] == LAYERS * INPUT
+    assert gelus(Shared(), 1, tracer=tracer, recompute="layers") == 1
+    assert_equal(stepped(Shared(), 1, tracer=tracer, recompute="layers"), stepped(Shared(), 1, tracer=tracer))
+
+
+class Encoder(nn.Module):
+    """Its layers are inside of a submodule that record could keep as a single call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Stack())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.encoder(x)
+
+
+def test_layers_inside_of_a_submodule_are_found_by_every_tracer() -> None:
+    for tracer in fxpipe.TRACERS:
+        assert described(Encoder(), ranks=1, tracer=tracer, recompute="layers") == [
+            "checkpointed: encoder.0.layers.0 to 5"
+        ]
+
+
+# --- beside other options ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"boundaries": "auto"},
+        {"offload": "auto", "hardware": fxpipe.Hardware(memory=40_000, host_link=1e9)},
+        {"offload": True, "schedule": "gpipe", "hardware": fxpipe.Hardware(host_link=1e12)},
+        {"zero": 3, "schedule": "gpipe"},
+        {"precision": fxpipe.Precision()},
+        {"microbatches": 3},
+    ],
+    ids=str,
+)
+def test_beside_other_options_nothing_changes(options: dict[str, Any]) -> None:
+    model = partial(Stack, *(() if "boundaries" in options else (3,)), dropout=0.2)
+    forward_backward = compiled(model(), recompute="layers", **options)
+    if "boundaries" in options:
+        options = {"boundaries": forward_backward.cuts}
+    assert_equal(stepped(model(), recompute="layers", **options), stepped(model(), **options))
+
+
+def test_evaluation_and_later_shapes_run_as_without() -> None:
+    with_layers, plain = (compiled(Stack(3), recompute=recompute) for recompute in ("layers", False))
+    for rows in (ROWS, 2 * ROWS, ROWS - 1):
+        assert_same(with_layers(**batch(rows)), plain(**batch(rows)), "a loss")
+        assert_same(with_layers.evaluate(**batch(rows)), plain.evaluate(**batch(rows)), "an evaluation")
+    for one, other in zip(with_layers.parameters(), plain.parameters(), strict=True):
+        assert_same(one.grad, other.grad, "a gradient")

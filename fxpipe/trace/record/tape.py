@@ -134,7 +134,7 @@ class ModesNow:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The user's line, the modes, the submodules (call → path, class) and the checkpointed parts around an operation."""
+    """The user's line, the modes, the submodules (call → path, class) and the checkpoints around an operation."""
 
     line: str
     modes: ModesNow

@@ -60,7 +60,7 @@ def record(request: Request) -> Program:
     assert request.example is not None
     refuse_objects(request.example)
     random = RandomState(own=request.generators)
-    plan = RunPlan()
+    plan = RunPlan(request.around_layers)
     try:
         with within(request.autocast):
             # each plan adds to the plan before; descend only grows, so the loop ends
