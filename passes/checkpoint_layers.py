@@ -1,7 +1,7 @@
 """Checkpoint layers: replaces the nodes of a layer by one call that keeps its inputs and runs again in backward.
 
-Takes: a ``Program`` whose ``recompute`` names layers. Gives: a program with a call of a ``RecomputedPart`` for each call
-of such a layer; ``inside``, ``layers`` and ``plain`` say what was replaced, and why not where it was not.
+Takes: a ``Program`` whose ``recompute`` names layers. Gives: a program with a call of a ``RecomputedPart`` for each
+call of such a layer; ``inside``, ``layers`` and ``plain`` say what was replaced, and why not where it was not.
 
 1. ``_calls`` finds the calls of the layers, and the nodes of each.
 2. ``_Obstacles`` says why a call cannot become one node. The call then stays as it is.
@@ -63,7 +63,7 @@ def without_checkpoints(program: Program) -> Program:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _LayerCall:
     """A call of a layer. ``nodes``: its nodes, in program order."""
 
     path: str
@@ -88,7 +88,7 @@ class _Call:
 # --- 1. the calls of the layers ---
 
 
-def _calls(program: Program) -> list[_Call]:
+def _calls(program: Program) -> list[_LayerCall]:
     nodes = [node for node in program.nodes if is_compute(node) and node.name not in program.copied]
     stacks = {node: _stack(node) for node in nodes}
     wanted, stages, kinds = program.recompute, program.stage_names, _kinds(program.module)
@@ -106,7 +106,7 @@ def _calls(program: Program) -> list[_Call]:
         if (outermost := next(((key, path) for key, path in stack if is_layer(path)), None)) is not None:
             members.setdefault((*outermost, program.stage_of.get(node.name)), {})[node] = None
     parts = {call: tuple(_without_numbers(inside)) for call, inside in members.items()}
-    return [_Call(path, nodes) for (_, path, _), nodes in parts.items() if nodes]
+    return [_LayerCall(path, nodes) for (_, path, _), nodes in parts.items() if nodes]
 
 
 def _stack(node: Node) -> list[tuple[str, str]]:
@@ -148,8 +148,11 @@ def _without_numbers(members: dict[Node, None]) -> dict[Node, None]:
 # --- 2. why a call stays as it is ---
 
 
+_RETURNS = "it needs a value that code outside computes from its own"
+
+
 class _Obstacles:
-    def __init__(self, program: Program, calls: Sequence[_Call]) -> None:
+    def __init__(self, program: Program, calls: Sequence[_LayerCall]) -> None:
         self._program, self._nodes = program, list(program.nodes)
         self._order = {node: position for position, node in enumerate(self._nodes)}
         self._home = {node: call for call in calls for node in call.nodes}
@@ -158,7 +161,7 @@ class _Obstacles:
         self._differentiated = {node for path in inner_gradients(program) for node in path}
         self._statistics = _statistics(program)
 
-    def of(self, call: _Call) -> str:
+    def of(self, call: _LayerCall) -> str:
         """The reason why a call cannot be one node; "" if it can."""
         if not call.outputs:
             return "nothing uses its result"
@@ -167,7 +170,7 @@ class _Obstacles:
         found = (self._of_node(call, node) for node in call.nodes)
         return next(filter(None, found), "") or self._amid(call)
 
-    def _of_node(self, call: _Call, node: Node) -> str:
+    def _of_node(self, call: _LayerCall, node: Node) -> str:
         part = self._program.attribute(node) if node.op == "call_module" else None
         effects = self._program.effects.get(node.name, Effects())
         if has_opaque_calls(part):
@@ -180,29 +183,29 @@ class _Obstacles:
         sharing = [self._by_name[name] for name in self._groups.get(node.name, ())]
         outside = [other for other in sharing if other not in call.members]
         if any(other.op != "get_attr" for other in outside):
-            return f"{node.name} shares memory with code outside that is written"
+            return "it shares memory that is written with code outside"
         written = [*own_writes(part)] if isinstance(part, nn.Module) else []
         written += [self._program.attribute(name) for name in [*effects.writes, *(str(o.target) for o in outside)]]
         if any(id(tensor) not in self._statistics for tensor in written):
-            return f"{node.name} writes a tensor of the model that is no batch statistic"
+            return "it writes a tensor of the model that is no batch statistic"
         return ""
 
-    def _amid(self, call: _Call) -> str:
+    def _amid(self, call: _LayerCall) -> str:
         """Whether code that must stay in its place runs between the first and the last node of a call."""
         stage = self._program.stage_of.get(call.nodes[0].name)
         behind: set[Node] = set()  # nodes outside that depend on the call
         for node in self._nodes[self._order[call.nodes[0]] : self._order[call.nodes[-1]]]:
             if node in call.members:
                 if not behind.isdisjoint(node.all_input_nodes):
-                    return f"{node.name} needs a value that is computed outside from its own"
+                    return _RETURNS
                 continue
             if any(operand in call.members or operand in behind for operand in node.all_input_nodes):
                 behind.add(node)
             is_fixed = node.name in self._groups or is_random(self._program, node) or node in self._home
             if is_fixed and is_compute(node) and self._program.stage_of.get(node.name) == stage:
-                return f"{node.name} runs amid it"
+                return "other code runs amid it that must keep its place"
         if not behind.isdisjoint(call.nodes[-1].all_input_nodes):
-            return f"{call.nodes[-1].name} needs a value that is computed outside from its own"
+            return _RETURNS
         return ""
 
 
@@ -215,15 +218,15 @@ def _statistics(program: Program) -> set[int]:
 # --- 3. one node for each call ---
 
 
-def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
+def _replaced(program: Program, calls: Sequence[_LayerCall]) -> Program:
     """The program with one node in place of each call's nodes, and a node for each result, of the result's own name."""
     graph, home = fx.Graph(), {node: call for call in calls for node in call.nodes}
-    built, waiting = dict[Node, Node](), list[Node | _Call]()
+    built, waiting = dict[Node, Node](), list[Node | _LayerCall]()
     effects, stage_of, opaque = dict(program.effects), dict(program.stage_of), dict(program.opaque)
     inside, now = dict[str, tuple[str, ...]](), dict[str, str]()
     statistics, taken = _statistics(program), {node.name for node in program.nodes}
 
-    def add_call(call: _Call) -> None:
+    def add_call(call: _LayerCall) -> None:
         name = "checkpoint_" + call.path.replace(".", "_")
         while name in taken or name in opaque:
             name += "_again"
@@ -239,9 +242,9 @@ def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
         names = [node.name for node in call.nodes]
         inside[whole.name] = tuple(names)
         inner = [effects.pop(each) for each in names if each in effects]
-        held = [own_tensors(program, node) for node in call.nodes if node.op == "call_module"]
+        tensors = [own_tensors(program, node) for node in call.nodes if node.op == "call_module"]
         effects[whole.name] = Effects(
-            reads=tuple(dict.fromkeys(each for tensors in held for each in tensors)),
+            reads=tuple(dict.fromkeys(each for names in tensors for each in names)),
             writes=tuple(dict.fromkeys(each for effect in inner for each in effect.writes)),
             draws_random=part.draws_random,
             runs_python=any(effect.runs_python for effect in inner),
@@ -254,9 +257,9 @@ def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
         if node not in home or node is home[node].nodes[-1]:
             waiting.append(home.get(node, node))  # it may use a result of a call that is not complete
         for each in [*waiting]:
-            if all(value in built for value in (each.inputs if isinstance(each, _Call) else each.all_input_nodes)):
+            if all(value in built for value in (each.inputs if isinstance(each, _LayerCall) else each.all_input_nodes)):
                 waiting.remove(each)
-                if isinstance(each, _Call):
+                if isinstance(each, _LayerCall):
                     add_call(each)
                 else:
                     built[each] = graph.node_copy(each, built.__getitem__)
@@ -271,7 +274,7 @@ def _replaced(program: Program, calls: Sequence[_Call]) -> Program:
     )
 
 
-def _notes(call: _Call) -> dict[str, Any]:
+def _notes(call: _LayerCall) -> dict[str, Any]:
     """The ``meta`` of a call's node: the submodules around it, the value, and the modes if all its nodes have one."""
     last = next(index for index, (_, path) in enumerate(_stack(call.nodes[0])) if path == call.path)
     stack = call.nodes[0].meta["nn_module_stack"].items()
@@ -285,7 +288,7 @@ def _notes(call: _Call) -> dict[str, Any]:
     return notes
 
 
-def _part(program: Program, call: _Call, statistics: set[int]) -> RecomputedPart:
+def _part(program: Program, call: _LayerCall, statistics: set[int]) -> RecomputedPart:
     """The module that runs the nodes of a call. It enters their modes, unless the graph enters them around it."""
     graph, around = fx.Graph(), _notes(call).get("modes")
     built = {value: graph.placeholder(f"input_{index}") for index, value in enumerate(call.inputs)}

@@ -423,8 +423,8 @@ class StageGraph(Tabular):
 def _checkpointed(layers: Mapping[str, str]) -> Iterator[str]:
     """Yields texts that say which layers are checkpointed, and why others are not."""
     for why in dict.fromkeys(layers.values()):
-        kept = [path for path, reason in layers.items() if reason == why]
-        parts = [path.rpartition(".") for path in kept]
+        paths = [path for path, reason in layers.items() if reason == why]
+        parts = [path.rpartition(".") for path in paths]
         runs = [[*run] for _, run in groupby(parts, lambda part: part[0] if part[2].isdecimal() else part)]
         # of several layers in one list, the first and the last are named
         some = ("".join(run[0]) + f" to {run[-1][2]}" * (len(run) > 1) for run in runs)
