@@ -63,7 +63,7 @@ def without_checkpoints(program: Program) -> Program:
 
 
 @dataclass(frozen=True, eq=False)
-class _LayerCall:
+class _CheckpointedCall:
     """A call of a layer. ``nodes``: its nodes, in program order."""
 
     path: str
@@ -88,7 +88,7 @@ class _LayerCall:
 # --- 1. the calls of the layers ---
 
 
-def _calls(program: Program) -> list[_LayerCall]:
+def _calls(program: Program) -> list[_CheckpointedCall]:
     nodes = [node for node in program.nodes if is_compute(node) and node.name not in program.copied]
     stacks = {node: _stack(node) for node in nodes}
     wanted, stages, kinds = program.recompute, program.stage_names, _kinds(program.module)
@@ -106,7 +106,7 @@ def _calls(program: Program) -> list[_LayerCall]:
         if (outermost := next(((key, path) for key, path in stack if is_layer(path)), None)) is not None:
             members.setdefault((*outermost, program.stage_of.get(node.name)), {})[node] = None
     parts = {call: tuple(_without_numbers(inside)) for call, inside in members.items()}
-    return [_LayerCall(path, nodes) for (_, path, _), nodes in parts.items() if nodes]
+    return [_CheckpointedCall(path, nodes) for (_, path, _), nodes in parts.items() if nodes]
 
 
 def _stack(node: Node) -> list[tuple[str, str]]:
@@ -152,7 +152,7 @@ _RETURNS = "it needs a value that code outside computes from its own"
 
 
 class _Obstacles:
-    def __init__(self, program: Program, calls: Sequence[_LayerCall]) -> None:
+    def __init__(self, program: Program, calls: Sequence[_CheckpointedCall]) -> None:
         self._program, self._nodes = program, list(program.nodes)
         self._order = {node: position for position, node in enumerate(self._nodes)}
         self._home = {node: call for call in calls for node in call.nodes}
@@ -161,7 +161,7 @@ class _Obstacles:
         self._differentiated = {node for path in inner_gradients(program) for node in path}
         self._statistics = _statistics(program)
 
-    def of(self, call: _LayerCall) -> str:
+    def of(self, call: _CheckpointedCall) -> str:
         """The reason why a call cannot be one node; "" if it can."""
         if not call.outputs:
             return "nothing uses its result"
@@ -170,7 +170,7 @@ class _Obstacles:
         found = (self._of_node(call, node) for node in call.nodes)
         return next(filter(None, found), "") or self._amid(call)
 
-    def _of_node(self, call: _LayerCall, node: Node) -> str:
+    def _of_node(self, call: _CheckpointedCall, node: Node) -> str:
         part = self._program.attribute(node) if node.op == "call_module" else None
         effects = self._program.effects.get(node.name, Effects())
         if has_opaque_calls(part):
@@ -190,7 +190,7 @@ class _Obstacles:
             return "it writes a tensor of the model that is no batch statistic"
         return ""
 
-    def _amid(self, call: _LayerCall) -> str:
+    def _amid(self, call: _CheckpointedCall) -> str:
         """Whether code that must stay in its place runs between the first and the last node of a call."""
         stage = self._program.stage_of.get(call.nodes[0].name)
         behind: set[Node] = set()  # nodes outside that depend on the call
@@ -218,15 +218,15 @@ def _statistics(program: Program) -> set[int]:
 # --- 3. one node for each call ---
 
 
-def _replaced(program: Program, calls: Sequence[_LayerCall]) -> Program:
+def _replaced(program: Program, calls: Sequence[_CheckpointedCall]) -> Program:
     """The program with one node in place of each call's nodes, and a node for each result, of the result's own name."""
     graph, home = fx.Graph(), {node: call for call in calls for node in call.nodes}
-    built, waiting = dict[Node, Node](), list[Node | _LayerCall]()
+    built, waiting = dict[Node, Node](), list[Node | _CheckpointedCall]()
     effects, stage_of, opaque = dict(program.effects), dict(program.stage_of), dict(program.opaque)
     inside, now = dict[str, tuple[str, ...]](), dict[str, str]()
     statistics, taken = _statistics(program), {node.name for node in program.nodes}
 
-    def add_call(call: _LayerCall) -> None:
+    def add_call(call: _CheckpointedCall) -> None:
         name = "checkpoint_" + call.path.replace(".", "_")
         while name in taken or name in opaque:
             name += "_again"
@@ -257,9 +257,12 @@ def _replaced(program: Program, calls: Sequence[_LayerCall]) -> Program:
         if node not in home or node is home[node].nodes[-1]:
             waiting.append(home.get(node, node))  # it may use a result of a call that is not complete
         for each in [*waiting]:
-            if all(value in built for value in (each.inputs if isinstance(each, _LayerCall) else each.all_input_nodes)):
+            if all(
+                value in built
+                for value in (each.inputs if isinstance(each, _CheckpointedCall) else each.all_input_nodes)
+            ):
                 waiting.remove(each)
-                if isinstance(each, _LayerCall):
+                if isinstance(each, _CheckpointedCall):
                     add_call(each)
                 else:
                     built[each] = graph.node_copy(each, built.__getitem__)
@@ -274,7 +277,7 @@ def _replaced(program: Program, calls: Sequence[_LayerCall]) -> Program:
     )
 
 
-def _notes(call: _LayerCall) -> dict[str, Any]:
+def _notes(call: _CheckpointedCall) -> dict[str, Any]:
     """The ``meta`` of a call's node: the submodules around it, the value, and the modes if all its nodes have one."""
     last = next(index for index, (_, path) in enumerate(_stack(call.nodes[0])) if path == call.path)
     stack = call.nodes[0].meta["nn_module_stack"].items()
@@ -288,7 +291,7 @@ def _notes(call: _LayerCall) -> dict[str, Any]:
     return notes
 
 
-def _part(program: Program, call: _LayerCall, statistics: set[int]) -> RecomputedPart:
+def _part(program: Program, call: _CheckpointedCall, statistics: set[int]) -> RecomputedPart:
     """The module that runs the nodes of a call. It enters their modes, unless the graph enters them around it."""
     graph, around = fx.Graph(), _notes(call).get("modes")
     built = {value: graph.placeholder(f"input_{index}") for index, value in enumerate(call.inputs)}

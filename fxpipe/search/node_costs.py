@@ -351,8 +351,9 @@ class _CostingRun:
         nothing shows neither the recomputed operators nor their gradients."""
         for name, seconds in keeping.seconds_again.items():
             cost, plain = keeping.nodes[name], self.nodes[name]
+            # a checkpoint's backward leaves no gradients to W
             self.nodes[name] = replace(
-                cost, backward=cost.backward + seconds, saved=plain.saved, parameters=plain.parameters
+                cost, backward=cost.backward + seconds, weight=0.0, saved=plain.saved, parameters=plain.parameters
             )
 
     def _pack(self, tensor: Tensor) -> Tensor:

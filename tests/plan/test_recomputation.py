@@ -79,7 +79,7 @@ def test_stages_are_recomputed_by_name_and_those_without_a_backward_have_nothing
         (
             {"recompute": "block1"},
             fxpipe.RunError,
-            "recompute is 'block1'; it is True, False, \"auto\" or",
+            'recompute is \'block1\'; it is True, False, "auto", "layers" or',
         ),
         ({"recompute": "auto"}, fxpipe.RunError, "the memory of hardware=, which is not given"),
         ({"recompute": "auto", "hardware": "h100", "example_args": None}, fxpipe.ScheduleError, "example_args="),

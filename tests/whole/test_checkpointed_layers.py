@@ -182,6 +182,24 @@ def test_the_preview_counts_what_is_held(tracer: str) -> None:
     assert peak_of(Stack(), 1, tracer=tracer, recompute="layers") == LAYERS * INPUT
 
 
+def test_the_backward_of_a_layer_takes_another_forward_and_leaves_nothing_to_w() -> None:
+    plain, again = (
+        fxpipe.preview(
+            Stack(3),
+            Topology([("pipe", 2)]),
+            microbatches=MICROBATCHES,
+            example_kwargs=batch(),
+            tracer="export",
+            schedule="zb_h1",
+            recompute=recompute,
+        ).timeline.costs
+        for recompute in (False, "layers")
+    )
+    assert again.forward == pytest.approx(plain.forward)
+    assert again.backward[0] == pytest.approx(plain.backward[0] + plain.forward[0])
+    assert again.weight[0] == 0 < plain.weight[0]
+
+
 # --- which layers ---
 
 
