@@ -30,7 +30,7 @@ from fxpipe.errors import FxpipeError, RunError, TopologyError, TraceError
 from fxpipe.forecast.choice import Choice, ChosenPlan, written
 from fxpipe.forecast.estimate import Estimates, GridPlan, MicrobatchWork, work_of
 from fxpipe.forecast.figures import Stepping, preview_of
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import LAYERS, Program
 from fxpipe.hardware import Hardware
 from fxpipe.no_gc import paused
 from fxpipe.options import AUTO, Options, Recompute, taking
@@ -222,10 +222,12 @@ class _Choosing:
                 yield Zero(level, "data"), sizes["data"]
 
     def _ways(self, given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """The settings of ``recompute`` and ``offload``: with a limit of memory also "auto"."""
+        """The settings of ``recompute`` and ``offload``: with a limit of memory also "auto" and "layers"."""
         limited = self.hardware.memory is not None
         copies = limited and self.hardware.host_link is not None
-        again = [False, *[AUTO] * limited] if given["recompute"] is None else [given["recompute"]]
+        may_repeat = limited and self.given.parallelize is None and self.given.stage_compiler is None
+        layers = [LAYERS] * may_repeat
+        again = [False, *[AUTO] * limited, *layers] if given["recompute"] is None else [given["recompute"]]
         host = [False, *[AUTO] * copies] if given["offload"] is None else [given["offload"]]
         return list(itertools.product(again, host))
 

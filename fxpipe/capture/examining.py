@@ -76,7 +76,9 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     program = program.replace(first=captures.program, recompute=options.layers if request.training else ())
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
-        program = once(("ready", traced.graph, wanted), partial(chain, default_passes.before_balance(), program))
+        program = once(
+            ("ready", traced.graph, program.recompute), partial(chain, default_passes.before_balance(), program)
+        )
         names = default_passes.name_stages, default_passes.gather
         if first is not None:
             program = default_passes.partition(program)
@@ -85,12 +87,14 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         else:
             if any(map(gather_of, filter(is_boundary, program.nodes))):
                 program = chain((default_passes.partition, *names), program)
-            layered = once(("layers", program.graph, wanted), partial(default_passes.checkpoint_layers, program))
+            layered = once(
+                ("layers", program.graph, program.recompute), partial(default_passes.checkpoint_layers, program)
+            )
             searched = balancing.searched(layered, pattern, shape)
             program = default_passes.without_checkpoints(searched.program)
         program = chain((*names, default_passes.checkpoint_layers), program)
     elif options.passes is None:
-        program = once(("ready", traced.graph, wanted), partial(chain, default_passes.default(), program))
+        program = once(("ready", traced.graph, program.recompute), partial(chain, default_passes.default(), program))
     else:
         if shape is not None:  # the user's own passes may read the shapes
             program = program.replace(shapes=source.shapes(program, shape, pattern))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fxpipe.graph.program import Program
+from fxpipe.graph.program import LAYERS, Program
 from fxpipe.hardware import Hardware
 from fxpipe.options import AUTO
 from fxpipe.policies import Zero
@@ -164,11 +164,12 @@ class Estimates:
             plain = self.bytes(replace(plan, recompute=False, offload=False))
             leaving = plain - self.bytes(plan)
             part = min(max(plain - hardware.memory, 0.0) / leaving, 1.0) if leaving > 0 else 0.0
-            longer = count * part * work.forward / pipe if plan.recompute == AUTO else float("inf")
+            again = count * work.forward / pipe
+            ways = [part * again] * (plan.recompute == AUTO)
             if plan.offload == AUTO and hardware.host_link:
                 copies = count * part * work.saved / pipe / hardware.host_link
-                longer = min(longer, max(copies - table, 0.0))
-            table += longer
+                ways.append(max(copies - table, 0.0))
+            table += again if plan.recompute == LAYERS else min(ways, default=0.0)
         if plan.shards == 1 or hardware.link is None:
             return table
         # In a ring, a reduce-scatter or an all-gather sends (S - 1) / S of a tensor, an all-reduce twice as much.
