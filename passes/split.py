@@ -49,6 +49,7 @@ from fxpipe.graph.program import (
     is_boundary_value,
     is_compute,
     made_by,
+    named,
     where,
 )
 from fxpipe.graph.stage_graph import Edge, OwnGenerator, Stage, StageGraph, own_tensors
@@ -69,7 +70,8 @@ def split(program: Program) -> StageGraph:
     """
     if not program.gathered and any(is_boundary(node) and gather_of(node) for node in program.nodes):
         raise PartitionError("a boundary gathers, and passes= leaves out the pass that sees to it: gather")
-    if program.recompute and program.plain is None:
+    wanted = program.recompute if isinstance(program.recompute, tuple) else (program.recompute,)
+    if program.plain is None and not all(named(name, program.stage_names) for name in wanted):
         raise PartitionError("recompute= has names, and passes= leaves out the pass that sees to it: checkpoint_layers")
     _check_attributes(program)
     # 1. uses over all stages
