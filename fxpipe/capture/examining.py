@@ -76,9 +76,8 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     program = program.replace(first=captures.program, recompute=options.layers if request.training else ())
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
-        program = once(
-            ("ready", traced.graph, program.recompute), partial(chain, default_passes.before_balance(), program)
-        )
+        ready = partial(chain, default_passes.before_balance(), program)
+        program = once(("ready", traced.graph, program.recompute), ready)
         names = default_passes.name_stages, default_passes.gather
         if first is not None:
             program = default_passes.partition(program)
@@ -87,9 +86,8 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         else:
             if any(map(gather_of, filter(is_boundary, program.nodes))):
                 program = chain((default_passes.partition, *names), program)
-            layered = once(
-                ("layers", program.graph, program.recompute), partial(default_passes.checkpoint_layers, program)
-            )
+            layers = partial(default_passes.checkpoint_layers, program)
+            layered = once(("layers", program.graph, program.recompute), layers)
             searched = balancing.searched(layered, pattern, shape)
             program = default_passes.without_checkpoints(searched.program)
         program = chain((*names, default_passes.checkpoint_layers), program)
