@@ -225,8 +225,8 @@ def _preview(args: argparse.Namespace) -> None:
 def _choose(args: argparse.Namespace) -> None:
     r"""The best plans of a model on a number of ranks, in order, and the call to paste.
 
-    the function is that of preview: it returns (model, batch) or (model, batch, options); the rows of its batch are
-    repeated. --microbatches, --zero, --recompute and --offload are chosen where they are left out
+    the function returns (model, batch) or (model, batch, options), as for preview; the rows of its batch are repeated.
+    --microbatches, --zero, --recompute and --offload are chosen where they are left out
 
     examples:
       python -m fxpipe choose train:model_and_batch --ranks 64 --rows 512 --hardware h100 --ranks-per-node 8 --bf16

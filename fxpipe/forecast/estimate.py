@@ -131,9 +131,9 @@ class Estimates:
         micro-batch stay."""
         pipe, count = plan.pipe, plan.microbatches
         in_flight = sum(min(pipe - rank, count) for rank in range(pipe)) / pipe if self._is_full else 1.0
-        kept = in_flight if plan.keeps_all else 1.0
+        stored = in_flight if plan.keeps_all else 1.0  # micro-batches
         static = self._static(plan.zero, plan.shards) / plan.others
-        return (static + kept * self._work(plan.rows).saved) / pipe
+        return (static + stored * self._work(plan.rows).saved) / pipe
 
     def seconds(self, plan: GridPlan) -> float:
         """The seconds of a step, at least, as far as earlier tables tell."""
