@@ -229,10 +229,9 @@ class _Choosing:
         layers = [LAYERS] * may_repeat
         again = [False, *[AUTO] * limited, *layers] if given["recompute"] is None else [given["recompute"]]
         host = [False, *[AUTO] * copies] if given["offload"] is None else [given["offload"]]
-        both = itertools.product(again, host)
         # Two searches at once take long, and gain little over the better of them.
         is_open = given["recompute"] is None and given["offload"] is None
-        return [(one, other) for one, other in both if not (is_open and one is not False and other is not False)]
+        return [ways for ways in itertools.product(again, host) if not is_open or False in ways]
 
     # 2. and 3. simulated plans
 

@@ -147,7 +147,7 @@ class Capturing:
             return _TracedProgram(examined.program, request, added, observed, noted)
 
         once = source.balancing.once
-        program, request, added, observed, noted = once(("traced", this), traced)
+        program, request, added, observed, noted = once(("traced", this, source.options.layers), traced)
         # An earlier plan of the model may have traced it. This plan then only cuts the program.
         (examined,) = results or [self._examined(captures, this, request, program)]
         # 5. The facts about the model that the capture found.
@@ -157,7 +157,7 @@ class Capturing:
             captures,
             first=captures.first or examined.first._replace(numbers=_numbers_in(source.model)),
             regions=captures.regions.with_capture(examined.cut, request, added, observed),
-            reads=once(("reads", this), lambda: _reads(captures, program, request, noted)),
+            reads=once(("reads", this, source.options.layers), lambda: _reads(captures, program, request, noted)),
             questions=replace(captures.questions, numbers=request.asks_numbers),
             any_words=captures.any_words or request.any_words,
             wrong={**captures.wrong, **self.wrong},
