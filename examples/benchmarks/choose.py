@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import transformers
 from torch import nn
+from vlm_models import VLMS
 
 import fxpipe
 
@@ -108,10 +109,16 @@ def whisper() -> nn.Module:
     return transformers.WhisperForConditionalGeneration(config)
 
 
+def llava_batch() -> Batch:
+    shapes = VLMS["LLaVA-1.5-7B"].build().batch
+    return {name: torch.zeros(shape, dtype=None if name == "image" else torch.int64) for name, shape in shapes.items()}
+
+
 CASES: Mapping[str, Case] = {
     "llama_7b": Case(lambda: llama(4096, 11008, 32, 32, 32000), lambda: tokens(4096)),
     "llama_70b": Case(lambda: llama(8192, 28672, 80, 8, 128256), lambda: tokens(4096)),
     "qwen3_30b_a3b": Case(qwen, lambda: tokens(4096)),
+    "llava_7b": Case(lambda: VLMS["LLaVA-1.5-7B"].build().model, llava_batch),
     "clip_vit_l": Case(
         Contrastive,
         lambda: {"input_ids": torch.zeros(1, 77, dtype=torch.int64), "pixel_values": torch.zeros(1, 3, 224, 224)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -23,7 +24,7 @@ from fxpipe.graph.stage_graph import Edge, StageGraph, all_tensors
 from fxpipe.hardware import FigureMissing, Hardware
 from fxpipe.parameters.ownership import ownership
 from fxpipe.plan.plans import Plans
-from fxpipe.plan.tables import saving
+from fxpipe.plan.tables import mib, saving
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes, peak_host_bytes
 from fxpipe.schedules.kinds import BACKWARD
@@ -376,6 +377,23 @@ class _Forecast:
             crossing += size * sum(ranks[sender] // node != ranks[receiver] // node for ranks in pipelines)
         return whole - crossing, crossing
 
+    def _why_level_2(self) -> str:
+        """Says why zero=2 takes more memory than zero=1, if it does."""
+        if self.account.zero != 2:
+            return ""
+        sums = [self._static_bytes(tensors) for tensors in self._tensors]
+        rank = max(range(len(sums)), key=lambda rank: sums[rank].sum)
+        other = copy(self)
+        other.account = replace(self.account, zero=1)
+        less = other._static_bytes(self._tensors[rank]).sum
+        if less >= sums[rank].sum:
+            return ""
+        return (
+            f"zero=1 takes less than zero=2: {mib(less)} in place of {mib(sums[rank].sum)} MiB of parameters, "
+            f"gradients and state on rank {rank}. zero=2 collects gradients whole while a step runs, and reduces them in two "
+            f"buckets: {mib(sums[rank].whole)} MiB"
+        )
+
     def _what(self) -> str:
         left = []
         if self.staged is None:
@@ -384,6 +402,7 @@ class _Forecast:
             left.append(self.staged.work.costs.guesses)
             if not self.options.device.has_speeds:
                 left.append('the time of a step needs the speeds of hardware=, such as hardware="h100"')
+        left.append(self._why_level_2())
         spread = " and ".join(axis for axis in ("tensor", "expert") if self.topology.size(axis) > 1)
         if any(part.exchanged_over for part in self.parts.values()):
             left.append("experts get equally many tokens; each token travels to each of its experts, and back")

@@ -82,6 +82,17 @@ def test_stages_of_the_users_own_tell_what_is_known_of_them() -> None:
     assert (told.ranks[0].whole, told.ranks[0].activations, told.seconds) == (2 * 4 * 64, None, None)
 
 
+def test_zero_2_says_why_it_takes_more_than_zero_1() -> None:
+    # Of n float32 elements over 2 ranks: 4 n, and 2 n of gradients and 4 n of state with zero=2, which collects 12 n;
+    # zero=1 has 4 n + 2 n of gradients.
+    topology, mib = Topology([("pipe", 2), ("data", 2)]), 2**20
+    n = 2 * WIDTH * WIDTH
+    text = f"{preview(topology, zero=2)}"
+    assert f"zero=1 takes less than zero=2: {14 * n / mib:.3f} in place of {22 * n / mib:.3f} MiB" in text
+    assert f"two buckets: {12 * n / mib:.3f} MiB" in text
+    assert "takes less" not in f"{preview(topology, zero=1)}"
+
+
 @pytest.mark.parametrize(("zero", "times"), [(0, 2), (3, 2), (fxpipe.Zero(3, bucket_mb=1e-6), 3)])
 def test_replicas_without_a_pipeline_sum_their_gradients(zero: Any, times: int) -> None:
     """Sums begin with the last backwards, behind 3 F, and take 2 (D-1)/D w; or half of it, and what is gathered: once,
