@@ -390,8 +390,8 @@ class _Forecast:
             return ""
         return (
             f"zero=1 takes less than zero=2: {mib(less)} in place of {mib(sums[rank].sum)} MiB of parameters, "
-            f"gradients and state on rank {rank}. zero=2 collects gradients whole while a step runs, and reduces them in two "
-            f"buckets: {mib(sums[rank].whole)} MiB"
+            f"gradients and state on rank {rank}. zero=2 collects gradients whole while a step runs, and reduces them "
+            f"in two buckets: {mib(sums[rank].whole)} MiB"
         )
 
     def _what(self) -> str:
