@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -331,14 +332,24 @@ class _Choosing:
                 waiting = [plan for plan in waiting if plan.pipe != first.pipe]
         if not self.plans:
             raise next(iter(self.refused.values()))
-        self._search(waiting)
+        left = self._search(waiting)
         fitting = [plan for plan in self.plans.values() if plan.fits]
         remedies = () if fitting else tuple(self._remedies())
         refused = {f"{plan}": str(error) for plan, error in self.refused.items()}
-        return Choice(tuple(sorted(self.plans.values(), key=_merit)), count, refused, remedies)
+        return Choice(tuple(sorted(self.plans.values(), key=_merit)), count, refused, self._ways_left(left), remedies)
 
-    def _search(self, waiting: list[GridPlan]) -> None:
-        """Simulates plans, the one with the least estimate first, until no estimate is below the fastest that fits."""
+    def _ways_left(self, plans: Sequence[GridPlan]) -> dict[str, float]:
+        """``recompute`` and ``offload`` → the least estimate of these plans' seconds."""
+        least = dict[str, float]()
+        for plan in plans:
+            pairs = (("recompute", plan.recompute), ("offload", plan.offload))
+            way = ", ".join(f"{name}={value!r}" for name, value in pairs if value is not False) or "neither"
+            least[way] = min(self.estimates.seconds(plan), least.get(way, math.inf))
+        return dict(sorted(least.items(), key=itemgetter(1)))
+
+    def _search(self, waiting: list[GridPlan]) -> list[GridPlan]:
+        """Simulates plans, the one with the least estimate first, until no estimate is below the fastest that fits.
+        Returns the other plans that fit by their estimates."""
         memory = math.inf if self.hardware.memory is None else self.hardware.memory
         waiting = [plan for plan in waiting if plan not in self.refused]
         while waiting and len(self.plans) + len(self.refused) < MOST:
@@ -356,6 +367,7 @@ class _Choosing:
         if not any(each.fits for each in self.plans.values()):
             for plan in sorted(waiting, key=self.estimates.bytes)[:NEAREST]:
                 self.simulate(plan, nearest=True)
+        return [plan for plan in waiting if self.estimates.bytes(plan) <= memory and plan not in self.refused]
 
     def _remedies(self) -> Iterator[tuple[str, ChosenPlan]]:
         """What would make a plan fit: each option that the call fixes, left open; or twice the ranks."""

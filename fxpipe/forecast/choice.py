@@ -17,6 +17,8 @@ from fxpipe.policies import Zero
 from fxpipe.precision import Precision
 from fxpipe.schedules.table import in_seconds
 
+FULL = 0.9
+"""The part of the memory above which a plan leaves little room for the bytes that a preview does not count."""
 ROWS = 12
 """The most plans in the printed table."""
 
@@ -57,7 +59,12 @@ class ChosenPlan(Tabular):
         short text has its own name as its value."""
         nodes = "" if self.topo.ranks_per_node is None else f", ranks_per_node={self.topo.ranks_per_node}"
         options = {**self.given, **self.options}
-        lines = "".join(f"    {name}={written(name, value)},\n" for name, value in options.items())
+        comments = {}
+        if self.limit is not None and self.preview.memory is not None and self.preview.memory < self.limit:
+            comments["hardware"] = f"  # of {self.limit:.4g}: searches do not count messages, which need the rest"
+        lines = "".join(
+            f"    {name}={written(name, value)},{comments.get(name, '')}\n" for name, value in options.items()
+        )
         rows = self.rows * self.preview.schedule.microbatches
         lines += f"    example_kwargs=batch,  # of a replica: {rows} rows\n"
         return (
@@ -82,7 +89,7 @@ class ChosenPlan(Tabular):
             in_seconds(self.seconds),
             f"{preview.bubble:.1%}",
             scaled(self.bytes, unit),
-            "" if self.limit is None else f"{self.bytes / self.limit:.0%}",
+            "" if self.limit is None else f"{self.bytes / self.limit:.0%}" + ", too much" * (not self.fits),
             *("" if size is None else scaled(size, unit) for size in traffic),
         ]
 
@@ -97,6 +104,8 @@ class Choice(Tabular):
     """The number of plans that were compared."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """A plan in words → why it does not fit, or has no table."""
+    estimates: Mapping[str, float] = field(default_factory=dict)
+    """``recompute`` and ``offload``, in words → the least estimated seconds of plans that were not simulated."""
     remedies: tuple[tuple[str, ChosenPlan], ...] = ()
     """If no plan fits: the options to change, in words → the plan with them, the smallest first."""
 
@@ -127,13 +136,17 @@ class Choice(Tabular):
         facts = [f"{len(self.plans)} of {self.count} plans are simulated"]
         facts += [f"{others} are slower or larger by their estimates"] * (others > 0)
         facts += [f"{len(self.refused)} do not fit, or have no table"] * bool(self.refused)
-        lines = [table, "; ".join(facts), *self._advice(), "", self.best.code]
+        ways = [f"{way}: {in_seconds(seconds)}" for way, seconds in self.estimates.items()]
+        least = [f"the others take at least, by their estimates: {', '.join(ways)}"] * bool(ways)
+        lines = [table, "; ".join(facts), *least, *self._advice(), "", self.best.code]
         return printable("\n".join(lines))
 
     def _advice(self) -> list[str]:
         """What makes the plan fit, if none fits."""
         if self.fits:
-            return []
+            full = self.best.limit is not None and self.best.bytes > FULL * self.best.limit
+            less = f"{FULL:.0%} of the memory leaves room for temporaries, the allocator and CUDA: memory="
+            return [f"{less}{FULL * (self.best.limit or 0.0):.4g}"] if full else []
         name, unit = unit_of(self.best.bytes)
         memory = scaled(self.best.limit, unit)
         lines = [f"no plan fits {memory} {name} a rank; the nearest takes {scaled(self.best.bytes, unit)}"]

@@ -6,7 +6,6 @@ are whole modules make cuts fall between modules.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +52,6 @@ from fxpipe.search.moves import (
 from fxpipe.search.node_costs import CostUnknown, Group, NodeCosts, costs_from_shapes
 from fxpipe.search.segments import Line, depth_first, entries, segments_of
 from fxpipe.search.simulated_layouts import Judge, LayoutOutcome, Rerun, Staged, StageLayout
-from fxpipe.stage.activation_checkpoints import checkpoints_that_keep
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 Result = TypeVar("Result")
@@ -394,20 +392,20 @@ class Balancing:
             batch = bytes_of_inputs(pattern.shapes, self.options.precision)
 
             def counted() -> NodeCosts:
-                with checkpoints_that_keep() if keeping else contextlib.nullcontext():
-                    return costs_from_shapes(
-                        program,
-                        example_of(shape),
-                        self.device,
-                        pattern.ambient.autocast,
-                        self.hardware,
-                        self.compute,
-                        account,
-                        batch,
-                        # no halves if backwards run as a whole, or if a compiler cuts them
-                        halves=self.options.stage_compiler is None and self.options.parallelize is None,
-                        groups=self._groups(program, pattern.microbatches, shape),
-                    )
+                return costs_from_shapes(
+                    program,
+                    example_of(shape),
+                    self.device,
+                    pattern.ambient.autocast,
+                    self.hardware,
+                    self.compute,
+                    account,
+                    batch,
+                    # no halves if backwards run as a whole, or if a compiler cuts them
+                    halves=self.options.stage_compiler is None and self.options.parallelize is None,
+                    groups=self._groups(program, pattern.microbatches, shape),
+                    keeps=keeping,
+                )
 
             node_costs = self.once(self._key(program, pattern, shape, keeping), counted)
             node_costs = node_costs.on(self.hardware, account, batch)

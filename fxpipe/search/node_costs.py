@@ -209,12 +209,14 @@ def costs_from_shapes(
     batch: Mapping[str, int] = MappingProxyType({}),
     halves: bool = True,
     groups: Mapping[int, Group] = MappingProxyType({}),
+    keeps: bool = False,
 ) -> NodeCosts:
     """The costs of each node for a micro-batch like ``example``: input → value, with a ``TensorSpec`` for each tensor.
 
     ``autocast``: the autocast modes around the call. ``compute``: the type of floating-point parameters and inputs in
     stages, if it changes. ``batch``: input → its bytes in all micro-batches. ``halves``: as in ``NodeCosts``.
-    ``groups``: gathered stage → its group. Boundaries cost nothing. A node that reads real numbers cannot run on fake
+    ``groups``: gathered stage → its group. ``keeps``: whether the model's own checkpoints keep their activations, as
+    they do in an action R. Boundaries cost nothing. A node that reads real numbers cannot run on fake
     tensors; its cost is estimated as a product of its parameters with each row of its result.
     """
     missing = [name for name in program.inputs if name not in example]
@@ -230,7 +232,7 @@ def costs_from_shapes(
         within(autocast),
         fake.mode,
     ):
-        costed = partial(_CostingRun.costed, program, fake, hardware=hardware, batch=batch)
+        costed = partial(_CostingRun.costed, program, fake, keeps=keeps, hardware=hardware, batch=batch)
         run = costed(example)
         # A program of fixed sizes cannot run a group's rows, so its operators' costs are multiplied.
         scaled = not program.holds_for_any_size or bool(run.guessed)
@@ -261,10 +263,19 @@ class _CostingRun:
 
     @staticmethod
     def costed(
-        program: Program, fake: FakeModel, example: Mapping[str, Any], times: int = 1, **kwargs: Any
+        program: Program,
+        fake: FakeModel,
+        example: Mapping[str, Any],
+        times: int = 1,
+        keeps: bool = False,
+        **kwargs: Any,
     ) -> _CostingRun:
-        """Runs all nodes, and adds the costs that the model's own checkpoints compute again."""
+        """Runs all nodes, and adds the costs that the model's own checkpoints compute again, unless they keep all."""
         run = _CostingRun(program, fake, example, times, **kwargs)
+        if keeps:
+            with checkpoints_that_keep():
+                run.all_nodes()
+            return run
         # A checkpoint hides its function's operators from autograd. So if the model has a checkpoint, a second run in
         # which checkpoints keep everything shows the recomputed operators.
         checkpoints: list[None] = []

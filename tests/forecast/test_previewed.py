@@ -607,3 +607,37 @@ def test_compiled_stages_show_bytes_and_seconds_where_the_example_has_the_shapes
     unknown = fxpipe.compile(Layers(), ALONE, microbatches=MICROBATCHES).stages
     assert row_of(unknown, "last")["bytes in"] == "after 1st step"
     assert "F, ms" not in str(unknown)
+
+
+class Repeated(nn.Module):
+    """Two layers a stage, checkpointed by the model itself if ``own``."""
+
+    def __init__(self, own: bool = False) -> None:
+        super().__init__()
+        self.own, self.layers = own, nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.own else layer(x)
+        return x.square().mean()
+
+
+def repeated(own: bool = False, **options: Any) -> Preview:
+    x = torch.randn(ROWS, 64)
+    cuts = {"boundaries": ["layers.2"], "tracer": "record", "example_args": (x,)}
+    return preview(model=Repeated(own), hardware=Hardware.named("h100", memory=None), **cuts, **options)
+
+
+def test_the_time_that_checkpointed_layers_cost_is_the_difference_of_two_previews() -> None:
+    plain, layers = repeated(), repeated(recompute="layers")
+    longer = layers.timeline.makespan / plain.timeline.makespan - 1
+    assert longer > 0.1
+    assert f"makespan {longer:+.1%}, at costs by shapes" in layers.saving
+
+
+def test_a_recomputed_stage_computes_what_the_model_checkpoints_no_second_time() -> None:
+    plain, own = (repeated(own, recompute=True).timeline for own in (False, True))
+    again = {stage for stage, _ in own.schedule.dependencies.recomputed}
+    assert again == {0}
+    assert own.costs.backward[0] == pytest.approx(plain.costs.backward[0])
+    assert own.costs.backward[1] > plain.costs.backward[1]  # the last stage has its own checkpoints, and no R
