@@ -46,7 +46,7 @@ def about_target(loss_fn: Callable[..., Any] | None, error: TypeError) -> str:
     '; a target needs loss_fn= of fxpipe.compile'
     """
     if target_of(loss_fn) is not None:
-        return "; the target is passed as target="
+        return '; the target is passed as target=, and in an example as example_kwargs={"target": ...}'
     return "; a target needs loss_fn= of fxpipe.compile" if f"{error}".endswith("'target'") else ""
 
 
