@@ -145,7 +145,7 @@ class Choice(Tabular):
         """What makes the plan fit, if none fits."""
         if self.fits:
             full = self.best.limit is not None and self.best.bytes > FULL * self.best.limit
-            less = f"{FULL:.0%} of the memory leaves room for temporaries, the allocator and CUDA: memory="
+            less = f"{FULL:.0%} of the memory leaves room for temporaries, the allocator and the driver: memory="
             return [f"{less}{FULL * (self.best.limit or 0.0):.4g}"] if full else []
         name, unit = unit_of(self.best.bytes)
         memory = scaled(self.best.limit, unit)
