@@ -32,7 +32,7 @@ NOT_ON_GPUS = {
         run/test_offload.py
         """,
     "on a GPU all that the device has allocated counts, of which one test is": """
-        run/test_measured_memory.py each_rank_holds the_measured_peak zero_3_keeps a_hook_has_packed
+        run/test_measured_memory.py each_rank_holds the_measured_peak zero_3_keeps what_a_hook_has
         """,
     "on a GPU no receive is posted early": """
         run/test_wire_exchange.py a_receive_takes_small_ones_behind_it_along[3
