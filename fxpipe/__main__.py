@@ -377,7 +377,10 @@ def costs(text: str) -> float | tuple[float, ...]:
 def size(text: str) -> float:
     """``80e9``, ``80G`` and ``80GB``: 80 · 10^9 bytes; ``75GiB``: 75 · 2^30 bytes."""
     number = text.rstrip("KMGTiB")
-    return float(number) * _SIZES[text[len(number) :]] if number != text else float(text)
+    unit = text[len(number) :]
+    if unit and unit not in _SIZES:
+        raise ValueError(text)  # argparse names the option
+    return float(number) * _SIZES.get(unit, 1.0)
 
 
 _SIZES = {

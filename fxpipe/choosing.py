@@ -135,8 +135,7 @@ class _Choosing:
         if not hardware.has_speeds:
             raise RunError('choose compares seconds, and hardware= has no speeds; write hardware="h100"')
         self.hardware = hardware if given.memory is None else replace(hardware, memory=float(given.memory))
-        names = {each.name for each in fields(Options)} & {each.name for each in fields(PreviewArguments)}
-        values = {name: getattr(given, name) for name in names | {"optimizer"}}
+        values = {name: getattr(given, name) for name in [*(each.name for each in fields(Options)), "optimizer"]}
         default = {each.name: each.default for each in fields(PreviewArguments)}
         self.options = {name: value for name, value in values.items() if value is not default[name]}
         for name in ("example_args", "example_kwargs", "hardware", "microbatches", "zero", "recompute", "offload"):
@@ -145,7 +144,7 @@ class _Choosing:
         self.rows = given.rows or self._rows
         self._costed = dict[int, tuple[Plans, Stepping]]()
         self._work = cache(self._work_of)
-        self.estimates = Estimates(self._work_for, self._static, self._uneven, self.hardware, given.schedule)
+        self.estimates = Estimates(self._work, self._static, self._uneven, self.hardware, given.schedule)
         self.plans = dict[GridPlan, ChosenPlan]()
         self.refused = dict[GridPlan, FxpipeError]()
 
@@ -275,9 +274,6 @@ class _Choosing:
             self._costed[plan.rows] = plans, stepping
             self._work.cache_clear()
         return ChosenPlan(topology, ours, self.options, preview, plan.rows, self.hardware.memory)
-
-    def _work_for(self, rows: int) -> MicrobatchWork:
-        return self._work(rows)
 
     def _work_of(self, rows: int) -> MicrobatchWork:
         """The work of a micro-batch, from the costs of as many rows, or of the nearest number of rows."""

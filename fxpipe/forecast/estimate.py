@@ -8,6 +8,7 @@ were simulated say it more exactly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,10 +42,7 @@ class GridPlan:
 
     @property
     def others(self) -> int:
-        ranks = 1
-        for name, size in self.axes:
-            ranks *= size if name not in ("pipe", "data") else 1
-        return ranks
+        return math.prod(size for name, size in self.axes if name not in ("pipe", "data"))
 
     @property
     def keeps_all(self) -> bool:

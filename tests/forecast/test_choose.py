@@ -196,8 +196,9 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], words: str) -> None:
 def test_sizes_of_the_command_line() -> None:
     sizes = [size(text) for text in ("80e9", "80G", "80GB", "75GiB", "512M")]
     assert sizes == [80e9, 80e9, 80e9, 75 * 2**30, 512e6]
-    with pytest.raises((ValueError, KeyError)):
-        size("80X")
+    for wrong in ("80X", "80KT", "80i"):
+        with pytest.raises(ValueError, match=wrong):
+            size(wrong)
 
 
 def test_the_command_prints_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
