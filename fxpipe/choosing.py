@@ -32,10 +32,12 @@ from fxpipe.forecast.choice import Choice, ChosenPlan, written
 from fxpipe.forecast.estimate import Estimates, GridPlan, MicrobatchWork, work_of
 from fxpipe.forecast.figures import Stepping, preview_of
 from fxpipe.graph.program import LAYERS, Program
+from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
 from fxpipe.no_gc import paused
 from fxpipe.options import AUTO, Options, Recompute, taking
 from fxpipe.packed import counted
+from fxpipe.plan.example import check_model
 from fxpipe.plan.plans import Plans
 from fxpipe.policies import Zero, ZeroLevel
 from fxpipe.schedules.schedule import Schedule
@@ -151,6 +153,9 @@ class _Choosing:
     def _bound(self) -> dict[str, Any]:
         """The example's inputs by name. RunError without an example, or if its rows cannot be repeated."""
         given = self.given
+        check_model(given.model, given)
+        if isinstance(given.model, StageGraph):
+            raise RunError("choose traces a model, and a StageGraph is cut already; call fxpipe.preview for it")
         if not given.has_example:
             raise RunError("choose needs the shapes of a batch: pass example_args= or example_kwargs=")
         if rules := counted(given.batch_dim):

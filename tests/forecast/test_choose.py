@@ -193,6 +193,12 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], words: str) -> None:
         fxpipe.choose(model, **{**given, **wrong})
 
 
+@pytest.mark.parametrize(("wrong", "words"), [("x", "model is 'x'"), (nn.Linear, r"write Linear\(\.\.\.\)")])
+def test_values_that_are_no_model_are_refused(wrong: Any, words: str) -> None:
+    with pytest.raises(fxpipe.RunError, match=words):
+        fxpipe.choose(wrong, ranks=2, hardware="h100", example_args=(torch.zeros(4, 4),))
+
+
 def test_sizes_of_the_command_line() -> None:
     sizes = [size(text) for text in ("80e9", "80G", "80GB", "75GiB", "512M")]
     assert sizes == [80e9, 80e9, 80e9, 75 * 2**30, 512e6]
