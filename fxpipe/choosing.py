@@ -31,7 +31,7 @@ from fxpipe.errors import FxpipeError, RunError, TopologyError, TraceError
 from fxpipe.forecast.choice import Choice, ChosenPlan, written
 from fxpipe.forecast.estimate import Estimates, GridPlan, MicrobatchWork, work_of
 from fxpipe.forecast.figures import Stepping, preview_of
-from fxpipe.graph.program import LAYERS, Program
+from fxpipe.graph.program import Program
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.hardware import Hardware
 from fxpipe.no_gc import paused
@@ -227,12 +227,10 @@ class _Choosing:
                 yield Zero(level, "data"), sizes["data"]
 
     def _ways(self, given: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """The settings of ``recompute`` and ``offload``: with a limit of memory also "auto" and "layers"."""
+        """The settings of ``recompute`` and ``offload``: with a limit of memory also "auto"."""
         limited = self.hardware.memory is not None
         copies = limited and self.hardware.host_link is not None
-        may_repeat = limited and self.given.parallelize is None and self.given.stage_compiler is None
-        layers = [LAYERS] * may_repeat
-        again = [False, *[AUTO] * limited, *layers] if given["recompute"] is None else [given["recompute"]]
+        again = [False, *[AUTO] * limited] if given["recompute"] is None else [given["recompute"]]
         host = [False, *[AUTO] * copies] if given["offload"] is None else [given["offload"]]
         # Two searches at once take long, and gain little over the better of them.
         is_open = given["recompute"] is None and given["offload"] is None
@@ -275,7 +273,7 @@ class _Choosing:
             return None
         if preview.seconds is None:
             raise RunError("choose compares seconds, and the costs of this model are not known from its shapes")
-        if plan.rows not in self._costed:
+        if plan.rows not in self._costed or plan.recompute == AUTO:  # its capture has checkpointed layers, too
             self._costed[plan.rows] = plans, stepping
             self._work.cache_clear()
         return ChosenPlan(topology, ours, self.options, preview, plan.rows, self.hardware.memory)
@@ -283,22 +281,24 @@ class _Choosing:
     def _work_of(self, rows: int) -> MicrobatchWork:
         """The work of a micro-batch, from the costs of as many rows, or of the nearest number of rows."""
         near = min(self._costed, key=lambda other: (abs(math.log(other / rows)), other))
-        program, costs = self._costs_of(near)
-        return work_of(program, costs, rows / near)
+        program, costs, by_layers = self._costs_of(near)
+        return work_of(program, costs, rows / near, by_layers)
 
-    def _costs_of(self, rows: int) -> tuple[Program, NodeCosts]:
+    def _costs_of(self, rows: int) -> tuple[Program, NodeCosts, NodeCosts | None]:
+        """The program of so many rows, its costs, and those with checkpointed layers, if a search may checkpoint."""
         plans, _ = self._costed[rows]
-        shown, program = plans.shown, plans.captures.program
+        shown, first = plans.shown, plans.captures.first
         assert shown is not None
         assert shown.shape is not None
-        assert program is not None
-        return program, plans.captures.source.balancing.costs(program, shown, shown.shape)
+        assert first is not None
+        costs = partial(plans.captures.source.balancing.costs, pattern=shown, shape=shown.shape)
+        return first.program, costs(first.program), None if first.layered is None else costs(first.layered)
 
     def _static(self, zero: Zero, shards: int) -> float:
         """The bytes of all parameters, gradients and states on the ranks of a replica together."""
         rows, (_, stepping) = next(iter(self._costed.items()))
         account = Account(zero.level if shards > 1 else 0, shards, self.given.precision, stepping.states)
-        _, costs = self._costs_of(rows)
+        _, costs, _ = self._costs_of(rows)
         return sum(each.on(account).sum for each in costs.parameters.values() if each.count)
 
     def _uneven(self, pipe: int) -> float:
@@ -308,7 +308,7 @@ class _Choosing:
         balancing, shown, schedule = plans.captures.source.balancing, plans.shown, self.given.schedule
         if not balancing.finds_cuts or pipe == 1 or isinstance(schedule, Schedule):
             return 1.0
-        program, _ = self._costs_of(rows)
+        program, _, _ = self._costs_of(rows)
         assert shown is not None
         assert shown.shape is not None
         count, work = 4 * pipe, balancing.blocks(program, shown, shown.shape)

@@ -132,7 +132,10 @@ class Options:
 
     @property
     def layers(self) -> str | tuple[str, ...]:
-        """The layers that ``recompute`` may ask to checkpoint, for ``Program.recompute``: names may be stages', too."""
+        """The layers that ``recompute`` may ask to checkpoint, for ``Program.recompute``: names may be stages', too.
+        With "auto" these are all layers, and a search decides later, stage by stage."""
+        if self.recompute == AUTO:
+            return LAYERS if self.parallelize is None and self.stage_compiler is None else ()
         is_of_layers = self.recompute == LAYERS or isinstance(self.recompute, tuple)
         return cast("str | tuple[str, ...]", self.recompute) if is_of_layers else ()
 

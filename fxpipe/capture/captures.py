@@ -83,6 +83,8 @@ class First(NamedTuple):
     """The program, cut into stages."""
     run: Program
     """The program that the stages run: with calls of checkpointed layers."""
+    layered: Program | None
+    """The program with all layers checkpointed, if a search may choose this for stages."""
     searched: Balanced | None
     """The search result: the stages, or the ranks of the stages."""
     unused: frozenset[str]
@@ -220,7 +222,10 @@ class Captures:
 
     def stage_work(self, pattern: Pattern, placement: Placement) -> Staged | None:
         """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
-        return self.source.balancing.stage_work(self.first and self.first.run, pattern, placement)
+        first = self.first
+        if first is None:
+            return None
+        return self.source.balancing.stage_work(first.run, pattern, placement, first.layered)
 
     @property
     def inputs_with_objects(self) -> set[str]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -28,9 +30,9 @@ from fxpipe.capture.auto_opaque import unused, with_unused
 from fxpipe.capture.captures import Captures, First, Source
 from fxpipe.capture.guard import Captured, Guard, Sizes
 from fxpipe.errors import PartitionError
-from fxpipe.graph.program import Program, gather_of, is_boundary
-from fxpipe.graph.stage_graph import StageGraph
-from fxpipe.options import Options
+from fxpipe.graph.program import Program, called_in, gather_of, is_boundary
+from fxpipe.graph.stage_graph import ByLayers, StageGraph
+from fxpipe.options import AUTO, Options
 from fxpipe.packed import counted
 from fxpipe.passes.chain import chain
 from fxpipe.trace import Request
@@ -73,7 +75,8 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     if request.whole:
         names_unused = unused(program) if first is None else names_unused
         program = with_unused(program, names_unused)
-    program = program.replace(first=captures.program, recompute=options.layers if request.training else ())
+    layers = options.layers if request.training and options.recompute != AUTO else ()
+    program = program.replace(first=captures.program, recompute=layers)
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
         ready = partial(chain, default_passes.before_balance(), program)
@@ -86,9 +89,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         else:
             if any(map(gather_of, filter(is_boundary, program.nodes))):
                 program = chain((default_passes.partition, *names), program)
-            layers = partial(default_passes.checkpoint_layers, program)
-            layered = once(("layers", program.graph, program.recompute), layers)
-            searched = balancing.searched(layered, pattern, shape)
+            searched = balancing.searched(_checkpointed(program, once), pattern, shape)
             program = default_passes.without_checkpoints(searched.program)
         program = chain((*names, default_passes.checkpoint_layers), program)
     elif options.passes is None:
@@ -102,12 +103,17 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
         searched = balancing.placed(program, pattern, shape)
     # 4. The stages and their guard.
+    layered = None
+    if request.training and options.recompute == AUTO and options.layers:
+        layered = _checkpointed(program.replace(recompute=options.layers), once)
 
     def stages() -> tuple[StageGraph, str]:
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
-        return default_passes.split(program), "\n".join([type(source.model).__name__, str(program), *constants])
+        graph, text = default_passes.split(program), [type(source.model).__name__, str(program), *constants]
+        return graph if layered is None else _with_layers(graph, layered), "\n".join(text)
 
-    graph, text = once(("stages", program.graph, tuple(program.stage_of.items()), program.stage_names), stages)
+    cuts = program.graph, tuple(program.stage_of.items()), program.stage_names
+    graph, text = once(("stages", *cuts, layered is None), stages)
     captured = Captured(
         graph,
         _guard(program, request, this),
@@ -117,8 +123,28 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         program.fixed_sizes,
     )
     plain = program.plain or program
-    first = first or First(plain, program, searched, names_unused)
+    first = first or First(plain, program, layered, searched, names_unused)
     return Examined(traced, plain, captured, first)
+
+
+def _checkpointed(program: Program, once: Callable[[Hashable, Callable[[], Program]], Program]) -> Program:
+    key = "layers", program.graph, tuple(program.stage_of.items()), program.recompute
+    return once(key, partial(default_passes.checkpoint_layers, program))
+
+
+def _with_layers(graph: StageGraph, layered: Program) -> StageGraph:
+    """The graph whose stages also have their code in ``layered``, the same program with checkpointed layers."""
+    paths: dict[int, list[str]] = {}
+    for node in layered.nodes:
+        if node.name in layered.inside:
+            paths.setdefault(layered.stage_of[node.name], []).append(called_in(node)[-1])
+    stages = []
+    for stage, other in zip(graph, default_passes.split(layered), strict=True):
+        is_same = (stage.inputs, stage.outputs) == (other.inputs, other.outputs)
+        layers = tuple(dict.fromkeys(paths.get(stage.index, ())))
+        code = ByLayers(other.module, layers) if layers and is_same else None
+        stages.append(replace(stage, by_layers=code))
+    return replace(graph, stages=tuple(stages))
 
 
 def _check_layers(program: Program, options: Options) -> None:

@@ -66,7 +66,7 @@ def advise(plans: Plans, costs: Costs, recorded: Timeline | None = None) -> Advi
     best = best_change(judge, layout, seconds * (1 - WORTH_IT))
     if best is not None and plans.shown is not None:  # compile may make another table, or recompute other stages
         anew = replace(plans, captures=plans.captures.without_search(), by_pattern={}, marks=None)
-        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), plans.shown)
+        table = choose_table(anew, replace(graph, placement=best.layout.rank_of), plans.shown).table
         planned = table.simulate(costs).makespan
         best = replace(best, seconds=planned + judge.staged(best.layout).tied_seconds)
         best = best if best.seconds < seconds * (1 - WORTH_IT) else None

@@ -66,12 +66,17 @@ class MicrobatchWork:
     """The seconds of the largest node, which no cut divides."""
     saved: float
     """The bytes that are kept for the backward."""
+    by_layers: float
+    """The bytes that are kept if each layer is checkpointed; 0 if not known."""
     weights: float
     """The bytes of all parameters."""
 
 
-def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> MicrobatchWork:
-    """The work of a micro-batch with ``times`` as many rows as the one that was costed.
+def work_of(
+    program: Program, costs: NodeCosts, times: float = 1.0, by_layers: NodeCosts | None = None
+) -> MicrobatchWork:
+    """The work of a micro-batch with ``times`` as many rows as the one that was costed. ``by_layers``: the costs with
+    checkpointed layers.
 
     Arithmetic and saved bytes grow with the rows. Reading the weights, and operators as short as a launch, do not.
     """
@@ -101,9 +106,14 @@ def work_of(program: Program, costs: NodeCosts, times: float = 1.0) -> Microbatc
         total * sum(cost.forward for cost in costs.nodes.values()) / whole,
         max(ends.values(), default=0.0),
         max(seconds.values(), default=0.0),
-        times * costs.saved_bytes(frozenset[int]().union(*(cost.saved for cost in costs.nodes.values()))),
+        times * _saved(costs),
+        0.0 if by_layers is None else times * _saved(by_layers),
         sum(each.size for each in costs.parameters.values() if each.count),
     )
+
+
+def _saved(costs: NodeCosts) -> float:
+    return costs.saved_bytes(frozenset[int]().union(*(cost.saved for cost in costs.nodes.values())))
 
 
 class Estimates:
@@ -125,13 +135,15 @@ class Estimates:
         self._longer: dict[tuple[object, object], float] = {}
 
     def bytes(self, plan: GridPlan) -> float:
-        """The bytes of the fullest rank, at least: a mean over ranks. With "auto" only the activations of one
-        micro-batch stay."""
-        pipe, count = plan.pipe, plan.microbatches
+        """The bytes of the fullest rank, at least: a mean over ranks. With "auto" the activations of one micro-batch
+        stay, or the inputs of the layers of all in flight."""
+        pipe, count, work = plan.pipe, plan.microbatches, self._work(plan.rows)
         in_flight = sum(min(pipe - rank, count) for rank in range(pipe)) / pipe if self._is_full else 1.0
-        stored = in_flight if plan.keeps_all else 1.0  # micro-batches
+        stored = in_flight * work.saved if plan.keeps_all else work.saved
+        if plan.recompute in (AUTO, LAYERS):
+            stored = min(stored, in_flight * work.by_layers)
         static = self._static(plan.zero, plan.shards) / plan.others
-        return (static + stored * self._work(plan.rows).saved) / pipe
+        return (static + stored) / pipe
 
     def seconds(self, plan: GridPlan) -> float:
         """The seconds of a step, at least, as far as earlier tables tell."""

@@ -123,7 +123,10 @@ class _Forecast:
         if self.staged is None:
             return table.costs or Costs.of(len(self.graph))
         again = {stage for stage, _ in table.dependencies.recomputed}
-        costs = self.staged.costs_with([stage in again for stage in range(len(self.graph))])
+        costs = self.staged.costs_with(
+            [stage in again for stage in range(len(self.graph))],
+            [name in self.graph.by_layers for name in self.graph.names],
+        )
         # Forward sends tokens to their experts and their results back; backward sends the gradients of both.
         sent = self._exchange_seconds
         return replace(
@@ -184,8 +187,9 @@ class _Forecast:
 
         hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in ranks_of]
         try:  # costs anew, so that the modules run on the shapes of a micro-batch
-            balancing = replace(self.plans.captures.source.balancing, costed=None)
-            balancing.stage_work(self.plans.captures.program, self.pattern, self.graph.placement)
+            balancing = replace(self.plans.captures.source.balancing, costed={})
+            if (program := self.plans.captures.program) is not None:
+                balancing.stage_work(program, self.pattern, self.graph.placement)
         finally:
             for hook in hooks:
                 hook.remove()

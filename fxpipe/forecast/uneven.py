@@ -162,7 +162,7 @@ def _table(plans: PlansSoFar, in_flight: InFlight | None) -> Schedule:
     family = replace(with_costs(plans.options.schedule), in_flight=in_flight)  # type: ignore[arg-type]
     options = replace(plans.options, schedule=family, in_flight=None, microbatch_cost=None)
     anew = replace(plans, options=options, by_pattern={}, captures=plans.captures.without_search())
-    return choose_table(anew, plans.first.graph, next(iter(plans.by_pattern)))
+    return choose_table(anew, plans.first.graph, next(iter(plans.by_pattern))).table
 
 
 def _sum(costs: Sequence[Sequence[float]]) -> list[float]:

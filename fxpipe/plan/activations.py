@@ -1,5 +1,5 @@
-"""Activations: decides for each stage whether its activations stay until the backward, are made again, or wait on the
-host.
+"""Activations: decides for each stage whether its activations stay until the backward, are made again, all at once or
+layer by layer, or wait on the host.
 
 Takes the options ``recompute`` and ``offload``, a function that makes a family's table for a choice, and the stages'
 costs. Gives a ``Choice``. Without "auto" the options name the stages. With "auto" a search marks stages one by one, by
@@ -9,8 +9,9 @@ simulated time, until every rank fits the memory:
    the mark that removes most excess bytes per second.
 2. Marks that later marks made needless are removed, or replaced by a faster mark.
 
-Where both options are "auto", three searches run: with recomputation alone, with offload alone, and with both. The
-shortest table is kept, since a search that takes one mark after another may do worse with more kinds of marks.
+A search that takes one mark after another may do worse with more kinds of marks. So a search runs for each kind alone,
+and one for recomputation and offload together if both are "auto". The shortest table is kept, and step 2 is repeated
+with all kinds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from operator import itemgetter
+from functools import cache, partial
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from fxpipe.errors import DoesNotFit, PartitionError, ScheduleError, nearest
 from fxpipe.graph.program import LAYERS, named
 from fxpipe.graph.stage_graph import StageGraph
 from fxpipe.options import AUTO, IN_BOTH, Options
+from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.families.offload import least_rooms
 from fxpipe.schedules.schedule import Schedule
 from fxpipe.search.simulated_layouts import Staged
@@ -36,12 +38,13 @@ class Kept(enum.Enum):
 
     KEEP = "kept"
     AGAIN = "recomputed"
+    LAYERS = "recomputed by layers"
     HOST = "offloaded"
 
     __hash__ = object.__hash__
 
 
-KEEP, AGAIN, HOST = Kept
+KEEP, AGAIN, BY_LAYERS, HOST = Kept
 Choice = tuple[Kept, ...]
 """A ``Kept`` for each stage."""
 Make = Callable[[Choice, "Sequence[float] | None"], Schedule]
@@ -53,11 +56,13 @@ def marked(choice: Choice, kind: Kept) -> tuple[bool, ...]:
     return tuple(each is kind for each in choice)
 
 
-def choice_of(table: Schedule) -> Mapping[str, Kept]:
-    """Returns the mark of each stage of a table, by the stages' names."""
-    marks = dict.fromkeys(table.stage_names, KEEP)
-    marks |= {table.stage_names[stage]: HOST for stage, _ in table.dependencies.offloaded}
-    return marks | {table.stage_names[stage]: AGAIN for stage, _ in table.dependencies.recomputed}
+def marks_of(graph: StageGraph) -> dict[str, Kept]:
+    """Returns the mark of each stage of a plan, by the stages' names."""
+    marks = dict.fromkeys(graph.names, KEEP)
+    kinds = (HOST, graph.offloaded), (AGAIN, graph.recomputed), (BY_LAYERS, graph.by_layers)
+    for kind, names in kinds:
+        marks |= dict.fromkeys(names, kind)
+    return marks
 
 
 def named_choice(options: Options, graph: StageGraph, gains: Callable[[], Sequence[bool]]) -> Choice:
@@ -81,21 +86,27 @@ def searched_choice(options: Options, graph: StageGraph, make: Make, work: Stage
         PartitionError: an option names a stage that does not exist.
     """
     again, host = _both_named(options, graph)
-    search = _Search(graph, make, work, memory, again if options.recompute != AUTO else frozenset())
-    kinds = {AGAIN: again if options.recompute == AUTO else frozenset(), HOST: host}
-    wanted = [kind for kind, names in kinds.items() if names]
-    searches = [[kind] for kind in wanted] + ([wanted] if len(wanted) > 1 else [])
-    found, refused = list[tuple[float, Choice]](), DoesNotFit("", 0.0)
+    is_auto, none = options.recompute == AUTO, frozenset[str]()
+    layers = frozenset(stage.name for stage in graph if stage.by_layers is not None)
+    kinds = {AGAIN: again if is_auto else none, BY_LAYERS: layers if is_auto else none, HOST: host}
+    wanted = {kind: names for kind, names in kinds.items() if names}
+    searches = [{kind: names} for kind, names in wanted.items()]
+    if wanted.keys() >= {AGAIN, HOST}:
+        searches.append({kind: kinds[kind] for kind in (AGAIN, HOST)})
+    search = _Search(graph, make, work, memory, none if is_auto else again, [kind.value for kind in wanted])
+    found, refused = list[Choice](), list[DoesNotFit]()
     for some in searches:
         try:
-            choice = search.run({kind: kinds[kind] for kind in some})
+            found.append(search.run(some))
         except DoesNotFit as error:
-            refused = error
-            continue
-        found.append((search.figures(choice).seconds, choice))
+            refused.append(error)
+    if not found and BY_LAYERS in wanted:
+        smallest = search.smallest(wanted)
+        found += [smallest] * (search.figures(smallest).over == 0)
     if not found:
-        raise refused
-    return min(found, key=itemgetter(0))[1]
+        raise min(refused, key=attrgetter("least_bytes"))
+    best = min(found, key=lambda choice: search.figures(choice).seconds)
+    return search.refined(best, wanted) if BY_LAYERS in wanted else best
 
 
 def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequence[float] | None:
@@ -107,8 +118,13 @@ def rooms_of(choice: Choice, make: Make, work: Staged, memory: float) -> Sequenc
         return None
     plain = make(tuple(KEEP if each is HOST else each for each in choice), None)
     hosts = {stage for stage, each in enumerate(choice) if each is HOST}
-    least = least_rooms(plain, work.costs_with(marked(choice, AGAIN)), hosts)
+    least = least_rooms(plain, costs_at(work, choice), hosts)
     return [max(memory - size, room) for size, room in zip(work.static_bytes, least, strict=True)]
+
+
+def costs_at(work: Staged, choice: Choice) -> Costs:
+    """The stages' costs under a choice."""
+    return work.costs_with(marked(choice, AGAIN), marked(choice, BY_LAYERS))
 
 
 def _both_named(options: Options, graph: StageGraph) -> tuple[frozenset[str], frozenset[str]]:
@@ -155,18 +171,28 @@ class _Figures(NamedTuple):
 
 
 class _Search:
-    """The search for a choice. ``again``: the stages that are recomputed whatever the search finds."""
+    """The search for a choice. ``again``: the stages that are recomputed whatever the search finds. ``ways``: words for
+    the marks that it may set."""
 
-    def __init__(self, graph: StageGraph, make: Make, work: Staged, memory: float, again: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: StageGraph,
+        make: Make,
+        work: Staged,
+        memory: float,
+        again: Collection[str],
+        ways: Sequence[str],
+    ) -> None:
+        self._ways = " or ".join(ways)
         self._graph, self._make, self._work, self._memory = graph, cache(make), work, memory
         self._first: Choice = tuple(AGAIN if s.has_backward and s.name in again else KEEP for s in graph)
         self.figures = cache(self._figures)
 
     def _figures(self, choice: Choice) -> _Figures:
         rooms = rooms_of(choice, self._make, self._work, self._memory)
-        plan = self._make(choice, None if rooms is None else tuple(rooms)).planned(
-            self._work.costs_with(marked(choice, AGAIN))
-        )
+        as_planned = tuple(KEEP if each is BY_LAYERS else each for each in choice)  # layers need no cells
+        table = self._make(as_planned, None if rooms is None else tuple(rooms))
+        plan = table.planned(costs_at(self._work, choice))
         peaks = self._work.peaks(plan.schedule, plan.costs)
         return _Figures(plan.makespan, peaks, sum(max(peak - self._memory, 0.0) for peak in peaks))
 
@@ -195,9 +221,15 @@ class _Search:
                     cost = longer / (before.over - after.over) if after.over else after.seconds
                     ranked.append(((after.over > 0, cost, after.over), tried))
             if not ranked:
-                raise self._does_not_fit(before.peaks, kinds)
+                raise self._does_not_fit(before.peaks)
             _, choice = min(ranked, key=itemgetter(0))
-        # 2. A later mark may have made an earlier mark needless, or another mark faster.
+        return self.refined(choice, kinds, forced)
+
+    def refined(
+        self, choice: Choice, kinds: Mapping[Kept, Collection[str]], forced: Collection[int] = frozenset()
+    ) -> Choice:
+        """Step 2: a later mark may have made an earlier mark needless, or another mark faster. ``forced``: the stages
+        whose marks stay."""
         marked = [stage for stage, kind in enumerate(choice) if kind is not self._first[stage]]
         for stage in (stage for stage in reversed(marked) if stage not in forced):
             if not self.figures(tried := _with(choice, stage, KEEP)).over:
@@ -208,6 +240,24 @@ class _Search:
                 if not after.over and after.seconds < self.figures(choice).seconds * (1 - 1e-9):
                     choice = tried
         return choice
+
+    def smallest(self, kinds: Mapping[Kept, Collection[str]]) -> Choice:
+        """For each stage the kind with which its fullest rank takes the fewest bytes if all stages have this kind."""
+        every = [
+            tuple(
+                kind if stage.has_backward and stage.name in names and mark is KEEP else mark
+                for stage, mark in zip(self._graph, self._first, strict=True)
+            )
+            for kind, names in kinds.items()
+        ]
+        peaks = [self.figures(choice).peaks for choice in every]
+
+        def fullest(stage: int, of: int) -> float:
+            return max(peaks[of][rank] for rank in self._graph.ranks(stage))
+
+        return tuple(
+            every[min(range(len(every)), key=partial(fullest, stage))][stage] for stage in range(len(self._first))
+        )
 
     def _full(self, choice: Choice, peaks: Sequence[float]) -> list[int]:
         """The stages without a mark on ranks above the limit: others cost time, and their ranks lack no bytes."""
@@ -230,11 +280,11 @@ class _Search:
                     marks.setdefault(rank, []).append((stage, kind))
         return [some[0] for rank, some in marks.items() if len(some) == 1 and peaks[rank] > self._memory]
 
-    def _does_not_fit(self, peaks: Sequence[float], kinds: Mapping[Kept, object]) -> DoesNotFit:
+    def _does_not_fit(self, peaks: Sequence[float]) -> DoesNotFit:
         rank = max(range(len(peaks)), key=peaks.__getitem__)
         return DoesNotFit(
             f"rank {rank} takes {peaks[rank]:,.0f} bytes even where all its stages that this helps are "
-            f"{' or '.join(kind.value for kind in kinds)}, and the memory of hardware= is {self._memory:,.0f} bytes; "
+            f"{self._ways}, and the memory of hardware= is {self._memory:,.0f} bytes; "
             "use more pipe ranks, smaller micro-batches, or a schedule that holds fewer of them",
             peaks[rank],
         )

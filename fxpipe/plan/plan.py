@@ -54,7 +54,8 @@ class Plan:
         """The text that must be equal on all ranks; ``digest`` is its hash."""
         ahead = [f"stage {stage} ahead by {cap}" for stage, cap in self.schedule.dependencies.ahead.items()]
         text = with_shared_names(self.program)
-        return "\n".join([text, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
+        layers = [f"layers of {name} checkpointed" for name in sorted(self.graph.by_layers)]
+        return "\n".join([text, *layers, *ahead, *(" ".join(map(str, row)) for row in self.schedule.rows)])
 
     @cached_property
     def group(self) -> int:

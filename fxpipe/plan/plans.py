@@ -51,7 +51,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.activations import choice_of
+from fxpipe.plan.activations import BY_LAYERS, marks_of
 from fxpipe.plan.placement import check_hooks, check_replicas, check_replicated, place_stages
 from fxpipe.plan.plan import Plan, PlansSoFar, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
@@ -305,7 +305,7 @@ class Plans(PlansSoFar):
         if isinstance(self.options.schedule, Limited):
             family = family.or_else(self.options.schedule)
         options = replace(self.options, schedule=family, in_flight=None)  # ``or_else`` has kept its limit
-        plans = replace(self, options=options, marks=choice_of(self.first.schedule), by_pattern={})
+        plans = replace(self, options=options, marks=marks_of(self.first.graph), by_pattern={})
         new_plans: dict[int, Plan] = {}
         # Plans of evaluation keep their tables: the costs were measured in training steps.
         for pattern, plan in self.by_pattern.items():
@@ -377,8 +377,11 @@ class Plans(PlansSoFar):
             captures: the guards of the graphs' captures.
             places: the row dimensions of gathered values.
         """
+        schedule, choice = choose_table(self, union_of(graphs), pattern)  # 1. the table
+        layered = [stage for stage, mark in enumerate(choice) if mark is BY_LAYERS]
+        if layered:
+            graphs = map_distinct(graphs, lambda each: each.checkpointed(layered))
         graph = union_of(graphs)
-        schedule = choose_table(self, graph, pattern)  # 1. the table
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # 2. The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.
         lacking = {id(each): [i for i, edge in enumerate(graph.edges) if edge not in each.edges] for each in graphs}

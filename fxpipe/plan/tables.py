@@ -22,6 +22,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from fxpipe.batch.pattern import Pattern
 from fxpipe.errors import PartitionError, ScheduleError
@@ -31,12 +32,14 @@ from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import AUTO, Options
 from fxpipe.plan.activations import (
     AGAIN,
+    BY_LAYERS,
     HOST,
     KEEP,
     Choice,
     Make,
-    choice_of,
+    costs_at,
     marked,
+    marks_of,
     named_choice,
     named_stages,
     no_costs,
@@ -59,8 +62,15 @@ IN_FLIGHT = (2, 1.75, 1.5, 1.25)
 """How many times as many micro-batches in flight are tried, beginning with the most."""
 
 
-def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Schedule:
-    """Returns the table of a placed graph, not yet proven.
+class Tabled(NamedTuple):
+    """A table, not yet proven, and the mark of each stage."""
+
+    table: Schedule
+    choice: Choice
+
+
+def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Tabled:
+    """Returns the table of a placed graph, and how its stages' activations reach their backward.
 
     Raises:
         ScheduleError: the user's table does not fit the graph, the family has no table for it, or ``offload`` asks for
@@ -77,33 +87,30 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Sche
             "the batch; leave microbatch_cost= out"
         )
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
+    marks, keep = plans.marks if first is None else marks_of(first.graph), (KEEP,) * len(graph)
+    known = None if marks is None else tuple(marks[each.name] if each.has_backward else KEEP for each in graph)
     # 1. the table of the first plan
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
-        return replace(first.schedule, edges=graph.stage_edges)
+        return Tabled(replace(first.schedule, edges=graph.stage_edges), known or keep)
     # 2. the user's table
     if isinstance(options.schedule, Schedule) and pattern.training:
-        return _given(options.schedule, options, graph, pattern.microbatches, tied)
+        return Tabled(_given(options.schedule, options, graph, pattern.microbatches, tied), keep)
     # 3. a family's table
     family, of_graph = _family(plans, graph, pattern), (graph, pattern.microbatches, tied)
     make = partial(_made, family, *of_graph)
     if not pattern.training:
-        return make((KEEP,) * len(graph), None)
+        return Tabled(make(keep, None), keep)
     # 4. recomputation and offload
-    marks = plans.marks if first is None else choice_of(first.schedule)
-    if marks is not None:
-        choice = tuple(marks.get(stage.name, KEEP) if stage.has_backward else KEEP for stage in graph)
-    else:
-        choice = _choice(plans, graph, pattern, make)
+    choice = known or _choice(plans, graph, pattern, make)
     work = None if AUTO not in (options.recompute, options.offload) else _work(plans, graph, pattern)
     table = make(choice, None if work is None else rooms_of(choice, make, work, options.device.memory or 0.0))
     _check_host(plans, table)
     # 5. more in flight
     if work is None or options.offload != AUTO or options.microbatch_cost is None or family.in_flight is not None:
-        return table
-    return _deepened(
-        plans, work, choice, table, lambda most: partial(_made, replace(family, in_flight=most), *of_graph)
-    )
+        return Tabled(table, choice)
+    within = lambda most: partial(_made, replace(family, in_flight=most), *of_graph)  # noqa: E731
+    return Tabled(_deepened(plans, work, choice, table, within), choice)
 
 
 def _deepened(
@@ -111,7 +118,7 @@ def _deepened(
 ) -> Schedule:
     """The table with most in flight of ``IN_FLIGHT`` that fits the memory and takes at most ``LONGER`` longer than
     ``table``, which is returned if there is none. ``within``: returns a ``Make`` for the most in flight per stage."""
-    costs, memory = work.costs_with(marked(choice, AGAIN)), plans.options.device.memory or 0.0
+    costs, memory = costs_at(work, choice), plans.options.device.memory or 0.0
     # Only micro-batches that do not fit leave, so every stage may be offloaded.
     choice = tuple(HOST if mark is KEEP and has else mark for mark, has in zip(choice, table.backward, strict=True))
     # A rank has a buffer for each value in flight that it sends, and that it receives.
@@ -231,16 +238,22 @@ def saving(plans: PlansSoFar, work: Staged | None) -> str:
     family, keep = _family(plans, graph, plans.shown), (KEEP,) * len(graph)
     without = _made(family, graph, table.microbatches, table.tied, keep, None)
     # The stages, each rank's peak bytes and the makespan, compared with the same family's table without R, O and P.
-    marks = choice_of(table)
+    marks = marks_of(graph)
+    # Layers that the options name are checkpointed in every table. A search chooses them stage by stage.
+    layered = bool(graph.layers) and not graph.by_layers
+    shown = {
+        AGAIN: plans.options.recompute is not False and not layered,
+        BY_LAYERS: graph.by_layers,
+        HOST: plans.options.offload is not False,
+    }
     lines = [
         f"{kind.value}: {', '.join(name for name, mark in marks.items() if mark is kind) or 'no stage'}"
-        for kind, option in ((AGAIN, plans.options.recompute), (HOST, plans.options.offload))
-        if option is not False and not (kind is AGAIN and graph.layers)
+        for kind, is_shown in shown.items()
+        if is_shown
     ]
-    costs = (lambda flags: None) if work is None else work.costs_with
     # With checkpointed layers, the costs without recomputation are those in which checkpoints keep their activations.
-    none, flags = (bool(graph.layers),) * len(graph), marked(tuple(marks.values()), AGAIN)
-    before, after = without.planned(costs(none)), table.planned(costs(flags))
+    before = without.planned(None if work is None else work.costs_with((layered,) * len(graph)))
+    after = table.planned(None if work is None else costs_at(work, tuple(marks.values())))
     numbers = [in_flight_of(each) for each in (without, table)]
     if numbers[0] != numbers[1]:
         pairs = zip(graph.names, *numbers, strict=True)

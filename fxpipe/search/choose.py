@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, pairwise, takewhile
 from typing import Any, TypeVar
@@ -59,6 +59,8 @@ Result = TypeVar("Result")
 FINER = 0.4
 """The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
 BETWEEN = ", cut between modules"
+REMEMBERED = 3
+"""The number of costs of programs that are remembered: a step's, and those with two kinds of recomputation."""
 
 
 @dataclass(frozen=True)
@@ -300,8 +302,8 @@ class Balancing:
     """Whether a search cuts and places the stages; otherwise the user's marks cut them."""
     found: Cuts | None = None
     """The result of an earlier search, which is given in place of a search."""
-    costed: tuple[Any, NodeCosts] | None = None
-    """The arguments and the result of the last call of ``costs``."""
+    costed: dict[Hashable, NodeCosts] = field(default_factory=dict)
+    """The latest ``REMEMBERED`` results of ``costs``, by its arguments."""
     known: dict[Hashable, Any] | None = None
     """The results that plans of the same model share, by their arguments; None: nothing is shared."""
 
@@ -365,29 +367,34 @@ class Balancing:
                 log(f"stages are placed by the number of their parameters: {error}")
             return None
 
-    def stage_work(self, program: Program | None, pattern: Pattern, placement: Placement) -> Staged | None:
-        """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known."""
+    def stage_work(
+        self, program: Program, pattern: Pattern, placement: Placement, layered: Program | None = None
+    ) -> Staged | None:
+        """The stages' work derived from the shapes of a pattern; None if shapes or costs are not known. ``layered``:
+        the same program with checkpointed layers."""
         shape = pattern.shape
-        if program is None or shape is None:
+        if shape is None:
             return None
 
-        def staged(keep: bool, keeping: Callable[[], Costs] | None = None) -> Staged:
+        def staged(program: Program, keep: bool = False, *others: Callable[[], Costs]) -> Staged:
             work = work_of_stages(program, self.costs(program, pattern, shape, keep))
             layout = StageLayout(tuple(range(len(work))), placement)
-            return Staged(work, layout, pattern.microbatches, keeping=keeping)
+            return Staged(work, layout, pattern.microbatches, None, *others)
 
+        run_by_layers = program if layered is None else layered
+        others = cache(lambda: staged(program, True).costs), cache(lambda: staged(run_by_layers).costs)
         try:
             with progress("costing the stages"):
-                return staged(False, cache(lambda: staged(True).costs))
+                return staged(program, False, *others)
         except CostUnknown as error:
             log(f"what the stages take is not known: {error}")
             return None
 
     def costs(self, program: Program, pattern: Pattern, shape: Description, keeping: bool = False) -> NodeCosts:
-        """The costs of a program's nodes; the last result is cached. ``keeping``: whether the model's own checkpoints
+        """The costs of a program's nodes. ``keeping``: whether the model's own checkpoints
         keep their activations, as they do in an action R. A search, tables and a preview need the same costs."""
         key = (program.graph, pattern.ambient.autocast, shape, keeping, pattern.shapes, tuple(program.gathered))
-        if self.costed is None or self.costed[0] != key:
+        if key not in self.costed:
             account = Account.from_options(self.options, self.topology)
             batch = bytes_of_inputs(pattern.shapes, self.options.precision)
 
@@ -409,8 +416,10 @@ class Balancing:
 
             node_costs = self.once(self._key(program, pattern, shape, keeping), counted)
             node_costs = node_costs.on(self.hardware, account, batch)
-            self.costed = key, replace(node_costs, source=f"costs by shapes on {self.options.device.source}")
-        return self.costed[1]
+            self.costed[key] = replace(node_costs, source=f"costs by shapes on {self.options.device.source}")
+            for old in [*self.costed][:-REMEMBERED]:
+                del self.costed[old]
+        return self.costed[key]
 
     def _key(self, program: Program, pattern: Pattern, shape: Description, keeping: bool) -> Hashable:
         """What the seconds and saved bytes of nodes depend on: groups of micro-batches on the batch and on replicas,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from typing import Any
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph.program import LAYERS, named
@@ -76,10 +77,26 @@ class Rerun:
         return Rerun((True,) * len(names), wanted is not True, wanted is True) if is_of_stages else None
 
 
+def _costs_at(costs: Costs, other: Costs, stages: Sequence[bool]) -> Costs:
+    """The costs with what recomputation changes of a backward, and of the bytes kept for it, as ``other`` has it."""
+
+    def chosen(name: str) -> Any:
+        here, there = getattr(costs, name), getattr(other, name)
+        if here is None and there is None:
+            return None
+        nothing = (0.0,) * len(stages)
+        pairs = zip(here or nothing, there or nothing, stages, strict=True)
+        return tuple(new if is_new else old for old, new, is_new in pairs)
+
+    names = "backward", "weight", "activation_bytes", "deferred_bytes", "again_bytes"
+    return replace(costs, **{name: chosen(name) for name in names})
+
+
 class Staged:
     """A layout with the costs of its stages.
 
     ``keeping``: returns the costs if the model's own checkpoints keep their activations, as they do in an action R.
+    ``by_layers``: returns the costs of stages whose layers are checkpointed.
     """
 
     def __init__(
@@ -89,8 +106,10 @@ class Staged:
         microbatches: int,
         again: Rerun | None = None,
         keeping: Callable[[], Costs] | None = None,
+        by_layers: Callable[[], Costs] | None = None,
     ) -> None:
-        self.work, self.layout, self.microbatches, self._keeping = work, layout, microbatches, keeping
+        self.work, self.layout, self.microbatches = work, layout, microbatches
+        self._keeping, self._by_layers = keeping, by_layers
         self._hardware, self._rank_of = work.costs.hardware, layout.rank_of
         # A stage with a block that is not recomputed is not recomputed at all.
         storing = {stage for block, stage in enumerate(layout.stage_of) if again is None or not again.blocks[block]}
@@ -161,26 +180,15 @@ class Staged:
             copy=None if self._hardware.host_link is None else tuple(map(self._hardware.copy, saved)),
         )
 
-    def costs_with(self, recomputed: Sequence[bool]) -> Costs:
-        """The stages' costs if these stages are recomputed."""
+    def costs_with(self, recomputed: Sequence[bool], by_layers: Sequence[bool] = ()) -> Costs:
+        """The stages' costs if these stages are recomputed, and those checkpoint their layers."""
         costs = self.costs
-        if self._keeping is None or not any(recomputed):
-            return costs
-        other = self._keeping()
-
-        def chosen(name: str) -> tuple[float, ...]:
-            pairs = zip(getattr(costs, name), getattr(other, name), recomputed, strict=True)
-            return tuple(again if is_again else plain for plain, again, is_again in pairs)
-
-        # In an R, the model's own checkpoints keep all activations, so the backward computes nothing again.
-        sizes = zip(costs.again_bytes or (), recomputed, strict=False)
-        return replace(
-            costs,
-            again_bytes=costs.again_bytes and tuple(0.0 if is_again else size for size, is_again in sizes),
-            backward=chosen("backward"),
-            activation_bytes=chosen("activation_bytes"),
-            deferred_bytes=None if costs.deferred_bytes is None else chosen("deferred_bytes"),
-        )
+        if self._keeping is not None and any(recomputed):
+            # In an R, the model's own checkpoints keep all activations, so the backward computes nothing again.
+            costs = _costs_at(costs, replace(self._keeping(), again_bytes=None), recomputed)
+        if self._by_layers is not None and any(by_layers):
+            costs = _costs_at(costs, self._by_layers(), by_layers)
+        return costs
 
     @cached_property
     def tied_seconds(self) -> float:

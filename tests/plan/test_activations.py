@@ -15,7 +15,7 @@ import torch
 import fxpipe
 from fxpipe.errors import DoesNotFit
 from fxpipe.options import Options
-from fxpipe.plan.activations import AGAIN, HOST, Choice, marked, searched_choice
+from fxpipe.plan.activations import AGAIN, BY_LAYERS, HOST, Choice, marked, searched_choice
 from fxpipe.schedules import build
 from fxpipe.schedules.costs import Costs
 from fxpipe.schedules.in_flight import peak_bytes
@@ -34,12 +34,14 @@ class Case:
     placement: Sequence[int]
     costs: Costs
     backward: Sequence[bool]
+    layered: Costs | None = None
+    """The costs of stages whose layers are checkpointed."""
 
     def __post_init__(self) -> None:
         self.names = [f"stage{stage}" for stage in range(len(self.placement))]
         self.static_bytes = [0.0] * (1 + max(self.placement))
         self.stages = [
-            SimpleNamespace(index=index, name=name, has_backward=trained)
+            SimpleNamespace(index=index, name=name, has_backward=trained, by_layers=self.layered)
             for index, (name, trained) in enumerate(zip(self.names, self.backward, strict=True))
         ]
 
@@ -49,8 +51,16 @@ class Case:
     def ranks(self, stage: int) -> tuple[int, ...]:
         return (self.placement[stage],)
 
-    def costs_with(self, recomputed: Sequence[bool]) -> Costs:
-        return self.costs
+    def costs_with(self, recomputed: Sequence[bool], by_layers: Sequence[bool] = ()) -> Costs:
+        if self.layered is None:
+            return self.costs
+
+        def per_stage(name: str) -> list[float]:
+            pairs = zip(getattr(self.costs, name), getattr(self.layered, name), by_layers, strict=True)
+            return [pair[is_by_layers] for *pair, is_by_layers in pairs]
+
+        names = "backward", "activation_bytes", "again_bytes"
+        return replace(self.costs, **{name: tuple(per_stage(name)) for name in names})
 
     def peaks(self, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         return peak_bytes(schedule, costs)
@@ -73,9 +83,10 @@ class Case:
         options = Options(recompute=recompute, offload=offload, hardware=fxpipe.Hardware(memory=room))
         choice = searched_choice(options, self, self.make, self, room)  # type: ignore[arg-type]
         schedule = self.make(choice, [room] * len(self.static_bytes) if HOST in choice else None)
-        assert max(peak_bytes(schedule, self.costs)) <= room * (1 + 1e-9)
-        letters = {AGAIN: "R", HOST: "O"}
-        return schedule.simulate(self.costs).makespan, "".join(letters.get(each, "K") for each in choice)
+        costs = self.costs_with(marked(choice, AGAIN), marked(choice, BY_LAYERS))
+        assert max(peak_bytes(schedule, costs)) <= room * (1 + 1e-9)
+        letters = {AGAIN: "R", HOST: "O", BY_LAYERS: "L"}
+        return schedule.simulate(costs).makespan, "".join(letters.get(each, "K") for each in choice)
 
 
 def case(name: str, edges: Any, placement: list[int], forward: float, copy: float, m: int = 16) -> Case:
@@ -127,6 +138,34 @@ def test_only_ranks_that_are_too_full_are_marked() -> None:
     assert case(*CHAIN, 1.0).chosen(2, ["stage0"], "auto")[1] == "ROKK"
     with pytest.raises(DoesNotFit, match=r"rank 0 takes 1 bytes even where all .* recomputed or offloaded"):
         case(*CHAIN, 1.0).chosen(0.5, "auto", "auto")
+
+
+def test_auto_recomputes_a_stage_whole_or_by_layers() -> None:
+    """1F1B holds 4, 3, 2, 1 micro-batches. A whole stage holds one, and the inputs (0.1) of the others. By layers it
+    holds the inputs of layers (0.4 of all) of each micro-batch, and in a backward one layer (0.3)."""
+
+    def stages(last: float) -> Case:
+        sizes = [1.0, 1.0, 1.0, last]
+        costs = Costs.of(4, 1, 2, activation_bytes=sizes, input_bytes=0.1)
+        by_layers = [0.4 * size for size in sizes]
+        layered = replace(
+            costs,
+            backward=(3.0,) * 4,
+            activation_bytes=tuple(by_layers),
+            again_bytes=tuple(0.3 * size for size in sizes),
+        )
+        zeros = replace(costs, again_bytes=(0.0,) * 4)
+        return Case("1f1b", chain(4), 16, [0, 1, 2, 3], zeros, [True] * 4, layered)
+
+    # a whole stage: 1.3, 1.2, 1.1, 1; by layers 1.9, 1.5, 1.1, 0.7
+    assert stages(1.0).chosen(1.4, "auto")[1][:2] == "RR"
+    # the last stage keeps 2, whole or not, and 1.4 by layers; so neither kind fits alone
+    seconds, marks = stages(2.0).chosen(1.45, "auto")
+    assert (marks[:2], marks[3]) == ("RR", "L")
+    # 1F1B with 1 + 3 for each of 16 micro-batches on the last rank, and one F before and the others' B behind it
+    assert seconds == pytest.approx(16 * 4 + 3 * (1 + 3), abs=3.0)
+    with pytest.raises(DoesNotFit, match=r"rank 3 takes .* recomputed or recomputed by layers"):
+        stages(4.0).chosen(1.45, "auto")
 
 
 @pytest.mark.parametrize("part", [pytest.param(part, marks=[pytest.mark.long] * (part > 0)) for part in range(5)])

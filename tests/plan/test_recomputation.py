@@ -149,7 +149,7 @@ def test_auto_is_no_slower_than_any_choice_that_fits() -> None:
     fitting = [again(plan.schedule) for plan in every if peak(plan) <= room]
     chosen = preview(Blocks(widths), recompute="auto", hardware=fxpipe.Hardware(memory=room + 2000), **options)
     assert peak(chosen) <= room + 2000
-    assert len(again(chosen.schedule)) == min(map(len, fitting))
+    assert len(chosen.graph.recomputed | chosen.graph.by_layers) <= min(map(len, fitting))
     assert all(makespan(chosen) <= makespan(plan) * 1.001 for plan in every if again(plan.schedule) in fitting)
 
 

@@ -200,6 +200,52 @@ def test_the_backward_of_a_layer_takes_another_forward_and_leaves_nothing_to_w()
     assert again.weight[0] == 0 < plain.weight[0]
 
 
+# --- "auto" ---
+
+STATE = 16 * (2 * WIDTH * WIDE + WIDTH + WIDE)
+"""A layer's parameters, gradients and two moments."""
+
+
+def auto(memory: float) -> dict[str, Any]:
+    return {"recompute": "auto", "hardware": fxpipe.Hardware(memory=memory), "tracer": "export"}
+
+
+def test_auto_checkpoints_the_layers_of_stages_that_fit_in_no_other_way() -> None:
+    """One micro-batch is in flight at a time, so a whole stage, made again, takes as much as one that is kept."""
+    by_layers = LAYERS * STATE + (LAYERS - 1) * INPUT + INSIDE + batch()["x"].nbytes
+    (told,) = described(Stack(), ranks=1, **auto(by_layers))
+    assert told == "checkpointed: layers.0 to 5"
+    assert_equal(stepped(Stack(), 1, **auto(by_layers)), stepped(Stack(), 1, tracer="export"))
+    with pytest.raises(fxpipe.PartitionError, match="recomputed or recomputed by layers"):
+        compiled(Stack(), 1, **auto(by_layers - 2 * INPUT))
+    assert described(Stack(), ranks=1, **auto(by_layers + LAYERS * INSIDE)) == []
+
+
+def test_only_stages_that_need_it_checkpoint_their_layers() -> None:
+    """The second stage, of 5 layers, has one micro-batch in flight in 1F1B, and the first, of one layer, has two."""
+    options = auto(5 * STATE + 5 * INPUT + 3 * INSIDE)
+    assert described(Stack(1), **options) == ["checkpointed: layers.1 to 5"]
+    assert_equal(stepped(Stack(1, dropout=0.2), **options), stepped(Stack(1, dropout=0.2), tracer="export"))
+
+
+def test_later_kinds_of_batch_and_other_tables_checkpoint_the_same_layers() -> None:
+    forward_backward = compiled(Stack(1), **auto(5 * STATE + 5 * INPUT + 3 * INSIDE))
+    plain = compiled(Stack(1), tracer="export")
+    forward_backward.record_timeline()
+    for each in (forward_backward, plain):
+        each(**batch())
+    forward_backward.reschedule("greedy")
+    for rows in (ROWS, 2 * ROWS, ROWS - 1):
+        assert_same(forward_backward(**batch(rows)), plain(**batch(rows)), "a loss")
+        assert_same(forward_backward.evaluate(**batch(rows)), plain.evaluate(**batch(rows)), "an evaluation")
+        with Gelus() as seen:
+            forward_backward(**batch(rows))
+        assert seen.most == 3, "two micro-batches in the first stage's layer, and one layer of the second"
+        plain(**batch(rows))
+    for one, other in zip(forward_backward.parameters(), plain.parameters(), strict=True):
+        assert_same(one.grad, other.grad, "a gradient")
+
+
 # --- which layers ---
 
 
