@@ -5,7 +5,7 @@
     python examples/benchmarks/choose.py llama_70b --ranks 64 --preview  # and one preview, to compare their times
 
 Models are on the meta device, in bfloat16 with float32 masters, on nodes of 8 H100s. Printed are the table, the call to
-paste, and the processor time and memory that this took.
+paste, and the processor time and memory that this took; at the end a table of the best plans.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from tabulate import tabulate
 from torch import nn
 from vlm_models import VLMS
 
@@ -131,7 +132,8 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def chosen(case: Case, ranks: int, also_preview: bool) -> None:
+def chosen(case: Case, ranks: int, also_preview: bool) -> tuple[object, ...]:
+    """Prints the plans. Returns the best of them, as a row of ``HEADERS`` without the model."""
     with torch.device("meta"):
         model, batch = case.make().train(), dict(case.batch())
     start = time.process_time()
@@ -150,13 +152,23 @@ def chosen(case: Case, ranks: int, also_preview: bool) -> None:
         print(f"refused: {plan}: {why.splitlines()[0][:100]}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"chosen in {seconds:.1f} s of processor time, peak memory {peak:.2f} GiB")
+    best = choice.best
+    given = [f"{name}={value}" for name, value in best.options.items() if name in ("zero", "recompute", "offload")]
     if also_preview:
-        best, start = choice.best, time.process_time()
+        start = time.process_time()
         rows = best.rows * best.options["microbatches"]
         example = {name: tensor.expand(rows, *tensor.shape[1:]).contiguous() for name, tensor in batch.items()}
         alone = fxpipe.preview(model, best.topo, example_kwargs=example, **{**best.given, **best.options})
         alike = "the same figures" if alone.as_dict() == best.preview.as_dict() else "OTHER FIGURES"
         print(f"a preview of the best plan: {time.process_time() - start:.1f} s of processor time, {alike}")
+    fits = f"{best.bytes / 2**30:.1f}" + ", too much" * (not best.fits)
+    axes, count = " × ".join(f"{name} {size}" for name, size in best.topo.axes), best.options["microbatches"]
+    plan = f"{axes}, {count} micro-batches of {best.rows}, {', '.join(given)}"
+    bubble = f"{best.preview.timeline.bubble:.0%}"
+    return ranks, case.rows * ranks // 64, plan, f"{best.seconds:.3g}", bubble, fits, f"{seconds:.0f}", f"{peak:.1f}"
+
+
+HEADERS = ["model", "ranks", "rows", "best plan", "a step, s", "bubble", "GiB", "chosen in, s", "by, GiB"]
 
 
 def main() -> None:
@@ -165,10 +177,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 64, 512])
     parser.add_argument("--preview", action="store_true")
     options = parser.parse_args()
+    rows = []
     for name in options.models or CASES:
         for ranks in options.ranks:
             print(f"\n{name} on {ranks} ranks\n")
-            chosen(CASES[name], ranks, options.preview)
+            rows.append((name, *chosen(CASES[name], ranks, options.preview)))
+    print(f"\n{tabulate(rows, headers=HEADERS, tablefmt='github', disable_numparse=True)}")
 
 
 if __name__ == "__main__":

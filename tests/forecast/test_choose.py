@@ -13,6 +13,7 @@ import fxpipe
 import fxpipe.capture.capturing
 from fxpipe.__main__ import main, size
 from fxpipe.choosing import LITTLE
+from tests.thinned import in_turn
 
 WIDTH, BLOCKS, ROWS = 1024, 4, 16
 H100 = fxpipe.Hardware.named("h100", memory=None)
@@ -78,8 +79,7 @@ def every_preview(model: nn.Module, example: dict[str, Tensor], ranks: int, **op
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [Tower, Towers])
-@pytest.mark.parametrize("memory", [None, 0.6e9])
+@pytest.mark.parametrize(("make", "memory"), in_turn([Tower, Towers], [None, 0.6e9]))
 def test_the_best_plan_is_that_of_a_loop_over_previews(make: type[nn.Module], memory: float | None) -> None:
     model, example = on_meta(make)
     hardware = replace(H100, memory=memory)

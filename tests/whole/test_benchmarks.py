@@ -175,7 +175,7 @@ CASES = [
     Case("groups.py --measure", r'"calls of new_group": 9, "connections of rank 0": 2205, .*x data 2": 8}\n$'),
     Case("gpu.py --device cpu --small --rounds 2", r"\nGPT-2 .*without a GPU .*\nCLIP .*without a GPU .*\n"),
     Case("lengths.py --processes --steps 6 Llama", r"\nLlama +[1-9]\d* .* -\n", long=True),
-    Case("kinds_of_batch.py --only GPT-2", r"\n\| GPT-2 +\| export +\| as it comes \| 20 +\| 0 +\|"),
+    Case("kinds_of_batch.py --only GPT-2", r"\n\| GPT-2 +\| export +\| as it comes \| 20 +\| 0 +\|", long=True),
     Case("llama_7b.py --auto", r"\n6\.74B parameters \(12\.6 GiB\), none of them made\n"),
     Case("opaque_regions.py local wav2vec2", r"(?s)\nwav2vec2 (0\.0|\S+e-0[6-9]) .*\nwav2vec2 (0\.0|\S+e-0[6-9]) "),
     Case("opaque_regions.py told SmolVLM", r"\] {'model\.get_image_features': 'whole'}\n$"),

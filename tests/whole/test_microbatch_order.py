@@ -36,6 +36,7 @@ from tests.harness import (
 from tests.models import CASES, RANDOM, Case, Inputs
 from tests.pool import Pool
 from tests.random_models import WIDTH, RandomModel
+from tests.thinned import ALL, seeds
 from tests.whole.test_random_models import drawn
 
 LONG = pytest.mark.long
@@ -76,6 +77,7 @@ def run(case: Case, batches: Sequence[Any], options: dict[str, Any]) -> Run:
             marks=[LONG] * (number % 5 > 0),
         )
         for number, name in enumerate(CASES)
+        if ALL or number % 5 < 3
     ],
 )
 def test_a_step_is_plain_pytorch_in_the_order_of_costs(name: str, family: str, engine: str, engines: Engines) -> None:
@@ -106,7 +108,7 @@ def test_a_micro_batch_without_weight_runs_in_its_turn(name: str, engines: Engin
     assert_run(runs, reference(ordered(case), [batch])[0], 1e-12)
 
 
-@pytest.mark.parametrize("part", [pytest.param(part, marks=[LONG] * (part > 9)) for part in range(50)])
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[LONG] * (part > 5)) for part in seeds(80)])
 def test_random_batches_of_random_models_on_random_placements(part: int) -> None:
     """20 batches of each, with micro-batches of 1 to 4 rows."""
     draw = drawn(part)

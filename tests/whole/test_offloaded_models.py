@@ -19,15 +19,16 @@ from tests.harness import Engines, Run, assert_same, assert_trains, compiled, re
 from tests.models import CASES, RANDOM, Case
 from tests.offloading import Offloading, leaving
 from tests.pool import Pool
-from tests.thinned import in_turn, pairwise
+from tests.thinned import ALL, in_turn, pairwise
 
 LONG = pytest.mark.long
 Params = list[Any]
 
 
 def few(cases: list[tuple[Any, ...]], step: int) -> Params:
-    """Each ``step``-th case, and the others for ``-m long``."""
-    return [pytest.param(*case, marks=[LONG] * (number % step > 0)) for number, case in enumerate(cases)]
+    """Each ``step``-th case, and of the others each second for ``-m long``."""
+    numbers = [number for number in range(len(cases)) if ALL or number % step == 0 or number % 2]
+    return [pytest.param(*cases[number], marks=[LONG] * (number % step > 0)) for number in numbers]
 
 
 @pytest.mark.parametrize(
