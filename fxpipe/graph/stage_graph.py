@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -84,8 +84,6 @@ class Stage:
     deferring: Callable[..., tuple[Any, ...]] | None = None
     """``function`` for tables that split the stage's backward into I and W. It takes a ``Deferred`` before its inputs,
     which collects the gradients of parameters for W. None if the stage's backward cannot be split."""
-    by_layers: ByLayers | None = None
-    """The stage's code with its layers checkpointed, for ``recompute="auto"``; None if nothing of it can be."""
     in_input: tuple[str, ...] = ()
     """The parameters whose gradients I makes, even if the table has a W."""
     gathered: Gathered | None = None
@@ -97,6 +95,8 @@ class Stage:
     shape. Each value is then sent after its description; so are later stages' values, unless known."""
     begins: str = ""
     """For a stage that has no name and runs no submodule alone: its first operation, in words."""
+    by_layers: ByLayers | None = None
+    """The stage's code with its layers checkpointed, for ``recompute="auto"``; None if nothing of it can be."""
 
     def run(self, *inputs: Any) -> tuple[Any, ...]:
         """Returns a value per outgoing edge, and on the output stage the model's result."""
@@ -193,8 +193,6 @@ class StageGraph(Tabular):
     """The names of the stages whose forward runs again for their backward."""
     offloaded: frozenset[str] = frozenset()
     """The names of the stages whose activations wait in the host's memory for their backward."""
-    by_layers: frozenset[str] = frozenset()
-    """The names of the stages that run their code with checkpointed layers, as a search chose."""
     labels: str = ""
     """A text that says whether the batch's labels are counted."""
     written: frozenset[str] = frozenset()
@@ -213,6 +211,8 @@ class StageGraph(Tabular):
     """Adds the figures that follow from the example's shapes; called when the graph is printed."""
     generators: Mapping[str, OwnGenerator] = field(default_factory=lambda: MappingProxyType({}))
     """The random generators of the model's own, by name."""
+    by_layers: frozenset[str] = frozenset()
+    """The names of the stages that run their code with checkpointed layers, as a search chose."""
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -288,16 +288,6 @@ class StageGraph(Tabular):
             fed = any(stages[entry.source].has_backward for entry in stage.inputs if isinstance(entry, Edge))
             stages.append(replace(stage, has_backward=trains or fed))
         return replace(self, stages=tuple(stages))
-
-    def checkpointed(self, chosen: Collection[int]) -> StageGraph:
-        """The graph in which these stages run their code with checkpointed layers, as far as they have such code."""
-        stages, layers = list(self.stages), dict(self.layers)
-        for index in chosen:
-            if (code := stages[index].by_layers) is not None:
-                stages[index] = replace(stages[index], module=code.module, function=code.module)
-                layers |= dict.fromkeys(code.layers, "")
-        names = frozenset(self.names[index] for index in chosen)
-        return replace(self, stages=tuple(stages), layers=layers, by_layers=names)
 
     @property
     def held(self) -> set[int]:

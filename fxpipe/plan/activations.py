@@ -19,6 +19,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -38,7 +39,7 @@ class Kept(enum.Enum):
 
     KEEP = "kept"
     AGAIN = "recomputed"
-    LAYERS = "recomputed by layers"
+    BY_LAYERS = "recomputed by layers"
     HOST = "offloaded"
 
     __hash__ = object.__hash__
@@ -63,6 +64,17 @@ def marks_of(graph: StageGraph) -> dict[str, Kept]:
     for kind, names in kinds:
         marks |= dict.fromkeys(names, kind)
     return marks
+
+
+def checkpointed(graph: StageGraph, choice: Choice) -> StageGraph:
+    """Returns the graph whose stages run their code with checkpointed layers where the choice says so."""
+    stages, layers = list(graph), dict(graph.layers)
+    chosen = [stage for stage in graph if choice[stage.index] is BY_LAYERS]
+    for stage in chosen:
+        if (code := stage.by_layers) is not None:  # a micro-batch may lack what the stage computes
+            stages[stage.index] = replace(stage, module=code.module, function=code.module)
+            layers |= dict.fromkeys(code.layers, "")
+    return replace(graph, stages=tuple(stages), layers=layers, by_layers=frozenset(stage.name for stage in chosen))
 
 
 def named_choice(options: Options, graph: StageGraph, gains: Callable[[], Sequence[bool]]) -> Choice:

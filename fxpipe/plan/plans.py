@@ -51,7 +51,7 @@ from fxpipe.graph.stage_graph import Stage, StageGraph
 from fxpipe.graph.stage_work import in_ms
 from fxpipe.options import Options
 from fxpipe.passes.defer_weights import defer_weights
-from fxpipe.plan.activations import BY_LAYERS, marks_of
+from fxpipe.plan.activations import BY_LAYERS, checkpointed, marks_of
 from fxpipe.plan.placement import check_hooks, check_replicas, check_replicated, place_stages
 from fxpipe.plan.plan import Plan, PlansSoFar, values_of
 from fxpipe.plan.stage_compiler import Compiled, compiled_lazily
@@ -378,9 +378,8 @@ class Plans(PlansSoFar):
             places: the row dimensions of gathered values.
         """
         schedule, choice = choose_table(self, union_of(graphs), pattern)  # 1. the table
-        layered = [stage for stage, mark in enumerate(choice) if mark is BY_LAYERS]
-        if layered:
-            graphs = map_distinct(graphs, lambda each: each.checkpointed(layered))
+        if BY_LAYERS in choice:
+            graphs = map_distinct(graphs, lambda each: checkpointed(each, choice))
         graph = union_of(graphs)
         ahead, values = schedule.dependencies.ahead, values_of(graphs)
         # 2. The (edge, micro-batch) pairs without a message: a text-only micro-batch has no image features.

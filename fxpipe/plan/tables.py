@@ -88,7 +88,7 @@ def choose_table(plans: PlansSoFar, graph: StageGraph, pattern: Pattern) -> Tabl
         )
     tied = (graph if first is None else first.graph).tied  # stages with copies of a parameter exchange gradients
     marks, keep = plans.marks if first is None else marks_of(first.graph), (KEEP,) * len(graph)
-    known = None if marks is None else tuple(marks[each.name] if each.has_backward else KEEP for each in graph)
+    known = None if marks is None else tuple(marks.get(s.name, KEEP) if s.has_backward else KEEP for s in graph)
     # 1. the table of the first plan
     if pattern.training and first is not None and _fits(first, graph, pattern.microbatches):
         # replicas with different batches then reduce in the same order
