@@ -153,7 +153,8 @@ def chosen(case: Case, ranks: int, also_preview: bool) -> tuple[object, ...]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"chosen in {seconds:.1f} s of processor time, peak memory {peak:.2f} GiB")
     best = choice.best
-    given = [f"{name}={value}" for name, value in best.options.items() if name in ("zero", "recompute", "offload")]
+    given = [f"{name}={value}" for name, value in best.options.items() if name in ("recompute", "offload")]
+    given.insert(0, f"zero={best.options['zero'].level}")
     if also_preview:
         start = time.process_time()
         rows = best.rows * best.options["microbatches"]
@@ -163,7 +164,7 @@ def chosen(case: Case, ranks: int, also_preview: bool) -> tuple[object, ...]:
         print(f"a preview of the best plan: {time.process_time() - start:.1f} s of processor time, {alike}")
     fits = f"{best.bytes / 2**30:.1f}" + ", too much" * (not best.fits)
     axes, count = " × ".join(f"{name} {size}" for name, size in best.topo.axes), best.options["microbatches"]
-    plan = f"{axes}, {count} micro-batches of {best.rows}, {', '.join(given)}"
+    plan = f"{axes}, {count} x {best.rows}, {', '.join(given)}"
     bubble = f"{best.preview.timeline.bubble:.0%}"
     return ranks, case.rows * ranks // 64, plan, f"{best.seconds:.3g}", bubble, fits, f"{seconds:.0f}", f"{peak:.1f}"
 
