@@ -75,7 +75,14 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     if request.whole:
         names_unused = unused(program) if first is None else names_unused
         program = with_unused(program, names_unused)
-    layers = options.layers if request.training and options.recompute != AUTO else ()
+    wanted = options.layers if request.training else ()
+    may_checkpoint = options.recompute == AUTO and bool(wanted)
+    layers = () if may_checkpoint else wanted
+
+    def layered(program: Program) -> Callable[[], Program] | None:
+        """Makes the program with the layers checkpointed that a search may checkpoint."""
+        return partial(_checkpointed, program.replace(recompute=wanted), once) if may_checkpoint else None
+
     program = program.replace(first=captures.program, recompute=layers)
     # 2. A search finds the cuts, or the user marked them. Later captures are cut where the first capture was.
     if balancing.finds_cuts:
@@ -89,8 +96,8 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         else:
             if any(map(gather_of, filter(is_boundary, program.nodes))):
                 program = chain((default_passes.partition, *names), program)
-            searched = balancing.searched(_checkpointed(program, once), pattern, shape)
-            program = default_passes.without_checkpoints(searched.program)
+            searched = balancing.searched(_checkpointed(program, once), pattern, shape, layered(program))
+            program = default_passes.without_checkpoints(searched.program).replace(recompute=layers)
         program = chain((*names, default_passes.checkpoint_layers), program)
     elif options.passes is None:
         program = once(("ready", traced.graph, program.recompute), partial(chain, default_passes.default(), program))
@@ -101,19 +108,17 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
     _check_layers(program, options)
     # 3. The ranks.
     if first is None and shape is not None and balancing.finds_placement_of(len(program.stage_names)):
-        searched = balancing.placed(program, pattern, shape)
+        searched = balancing.placed(program, pattern, shape, layered(program))
     # 4. The stages and their guard.
-    layered = None
-    if request.training and options.recompute == AUTO and options.layers:
-        layered = _checkpointed(program.replace(recompute=options.layers), once)
+    by_layers = None if (make := layered(program)) is None else make()
 
     def stages() -> tuple[StageGraph, str]:
         constants = [f"{name}: {_fingerprint(tensor)}" for name, tensor in program.constants.items()]
         graph, text = default_passes.split(program), [type(source.model).__name__, str(program), *constants]
-        return graph if layered is None else _with_layers(graph, layered), "\n".join(text)
+        return graph if by_layers is None else _with_layers(graph, by_layers), "\n".join(text)
 
     cuts = program.graph, tuple(program.stage_of.items()), program.stage_names
-    graph, text = once(("stages", *cuts, layered is None), stages)
+    graph, text = once(("stages", *cuts, by_layers is None), stages)
     captured = Captured(
         graph,
         _guard(program, request, this),
@@ -123,7 +128,7 @@ def cut(captures: Captures, program: Program, request: Request, pattern: Pattern
         program.fixed_sizes,
     )
     plain = program.plain or program
-    first = first or First(plain, program, layered, searched, names_unused)
+    first = first or First(plain, program, by_layers, searched, names_unused)
     return Examined(traced, plain, captured, first)
 
 

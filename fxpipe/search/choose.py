@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby, pairwise, takewhile
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from fxpipe.batch.description import Description, example_of
 from fxpipe.batch.pattern import Pattern
 from fxpipe.distributed.grid import BATCH
 from fxpipe.distributed.topology import Topology
-from fxpipe.errors import PartitionError, RunError, ScheduleError, printable
+from fxpipe.errors import DoesNotFit, PartitionError, RunError, ScheduleError, printable
 from fxpipe.graph.cuts import Cuts
 from fxpipe.graph.program import Program, called_in, named
 from fxpipe.graph.ranks import Placement, rank_count, ranks_of
@@ -55,6 +56,7 @@ from fxpipe.search.simulated_layouts import Judge, LayoutOutcome, Rerun, Staged,
 from fxpipe.trace.checks.sizes import bytes_of_inputs
 
 Result = TypeVar("Result")
+Layered = Callable[[], Program]
 
 FINER = 0.4
 """The fraction of the usual effort for cuts inside of modules, if cuts between modules were found."""
@@ -356,10 +358,13 @@ class Balancing:
         """The type of floating-point parameters and inputs in stages, if ``precision`` changes it."""
         return None if self.options.precision is None else self.options.precision.compute
 
-    def placed(self, program: Program, pattern: Pattern, shape: Description) -> Balanced | None:
-        """The best placement found; None if the stages' costs are not known, and placement goes by parameters."""
+    def placed(
+        self, program: Program, pattern: Pattern, shape: Description, layered: Layered | None = None
+    ) -> Balanced | None:
+        """The best placement found; None if the stages' costs are not known, and placement goes by parameters.
+        ``layered``: as in ``searched``."""
         try:
-            return self.searched(program, pattern, shape)
+            return self.searched(program, pattern, shape, layered)
         except CostUnknown as error:
             if self.options.device.memory is not None:
                 raise
@@ -443,8 +448,11 @@ class Balancing:
             groups[stage] = Group(size, times, example_of(joined_description([shape] * times, self.options.batch_dim)))
         return groups
 
-    def searched(self, program: Program, pattern: Pattern, shape: Description | None) -> Balanced:
-        """Searches for the best stages and their ranks, logs them, and returns the program with them."""
+    def searched(
+        self, program: Program, pattern: Pattern, shape: Description | None, layered: Layered | None = None
+    ) -> Balanced:
+        """Searches for the best stages and their ranks, logs them, and returns the program with them. ``layered``: the
+        same program with checkpointed layers, which is searched if nothing fits the memory without."""
         if shape is None:
             raise RunError(
                 'boundaries="auto" needs the shapes of a batch: pass example_args= or example_kwargs=, one batch as it '
@@ -453,20 +461,33 @@ class Balancing:
         assert not isinstance(self.options.schedule, Schedule)  # a table has its own placement
         with progress("balancing the stages"):
             costs = self.costs(program, pattern, shape)
-            arguments = (program, self.topology.size("pipe"), pattern.microbatches, costs, self.options.schedule)
+            ranks, schedule = (self.topology.size("pipe"), pattern.microbatches), self.options.schedule
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
-            work = None if program.stage_of and not recut else self.blocks(program, pattern, shape)
-            how = self.options.recompute, True, recut, None if recut else placement, work
+            how = self.options.recompute, True, recut, None if recut else placement
             # Offload decides later how much of the activations is on the device.
             within = self.memory is not None
             limit = (self.options.device.memory, costs.account) if within else None
 
-            def found() -> Balanced:
-                return self.options.within_memory(lambda memory: balance(*arguments, memory if within else None, *how))
+            def best(program: Program, memory: float | None) -> Balanced:
+                work = None if program.stage_of and not recut else self.blocks(program, pattern, shape)
+                costs = self.costs(program, pattern, shape)
+                return balance(program, *ranks, costs, schedule, memory if within else None, *how, work)
+
+            def fitting(memory: float | None) -> Balanced:
+                try:
+                    return best(program, memory)
+                except DoesNotFit as error:
+                    if layered is None:
+                        raise
+                    try:
+                        return best(layered(), memory)
+                    except DoesNotFit as other:
+                        raise min(error, other, key=attrgetter("least_bytes")) from None
 
             counted = self._key(program, pattern, shape, False)
-            balanced = self.once((counted, *arguments[1:3], self.options.schedule, limit, how[:4]), found)
+            key = counted, *ranks, schedule, limit, how, layered is None
+            balanced = self.once(key, lambda: self.options.within_memory(fitting))
         if balanced.others and self.known is None:
             log(str(balanced))
         return balanced

@@ -246,6 +246,16 @@ def test_later_kinds_of_batch_and_other_tables_checkpoint_the_same_layers() -> N
         assert_same(one.grad, other.grad, "a gradient")
 
 
+@pytest.mark.parametrize("boundaries", ["auto", ["layers.3", "layers.6"]], ids=str)
+def test_a_search_for_stages_or_ranks_knows_that_layers_may_be_checkpointed(boundaries: Any) -> None:
+    """One micro-batch, so a whole stage, made again, takes 9 inputs for each layer. A rank has six layers, in at most
+    two stages: 27 inputs, or 6 + 8 by layers."""
+    inputs = batch(1024)
+    limit = auto(6 * STATE + 21 * inputs["x"].nbytes)
+    options = {"boundaries": boundaries, "example_kwargs": inputs, "microbatches": 1, **limit}
+    assert compiled(Stack(layers=2 * LAYERS), **options).stages.by_layers
+
+
 # --- which layers ---
 
 
