@@ -214,9 +214,15 @@ def _preview(args: argparse.Namespace) -> None:
 
     model, batch, options = _made_by(args.what)
     axes = [("pipe", args.pipe), *([("data", args.data)] if args.data != 1 else [])]
+    topology = Topology(axes, args.ranks_per_node)
     written = {**_options(args), "hardware": _hardware(args.hardware, options.get("hardware"), args.memory)}
     given = {**options, **{name: value for name, value in written.items() if value is not None}}
-    preview = fxpipe.preview(model, Topology(axes, args.ranks_per_node), **_example(batch), **given)
+    if args.rows is not None:
+        from fxpipe.choosing import RepeatedExample
+        from fxpipe.compiler import PreviewArguments
+
+        batch = RepeatedExample(PreviewArguments(model, topology, **_example(batch), **given)).batch(args.rows)
+    preview = fxpipe.preview(model, topology, **_example(batch), **given)
     if args.json is not None:
         preview.to_json(args.json)
     print(preview)
@@ -419,8 +425,23 @@ def axes(text: str) -> tuple[tuple[str, int], ...]:
 # --- the parser ---
 
 
-def _parser() -> argparse.ArgumentParser:
-    """The parser of the command line. The parsed arguments have ``run``, the function of the command.
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments. An error prints the usage of the command; an unknown option is named with the nearest."""
+    whole, commands = _parser()
+    command = commands.get(words[0]) if words else None
+    if command is None:
+        return whole.parse_args(words)
+    options = [option for option in command._option_string_actions if option.startswith("--")]
+    for word in itertools.takewhile(lambda word: word != "--", words[1:]):
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in options:  # first: argparse first says which others are missing
+            hint = nearest(option, options)
+            command.error(f"unknown option {option}{hint if 'did you mean' in hint else ''}")
+    return command.parse_args(words[1:])
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the command line, and those of its commands. Arguments have ``run``, the function of the command.
 
     The help is in docstrings, of this module and of the commands' functions: a summary, then examples. Python has none
     of it under ``-OO``.
@@ -457,7 +478,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run, parser=command)
         add_arguments(command)
-    return whole
+    return whole, commands.choices
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -490,11 +511,11 @@ def _add_topology(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_preview(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and one batch, of all rows")
-    add = parser.add_argument_group("ranks, the pipeline outermost").add_argument
+    parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and one batch")
+    add = parser.add_argument_group("ranks, the pipeline outermost, and rows").add_argument
     add("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
     add("--data", type=int, default=1, metavar="N", help="replicas; 1")
-    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    _add_rows(add)
     _add_options(parser)
     parser.add_argument("--json", metavar="PATH", help="write the figures")
 
@@ -503,9 +524,13 @@ def _add_choose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and a batch, of any rows")
     add = parser.add_argument_group("ranks and rows").add_argument
     add("--ranks", type=int, required=True, metavar="N", help="how many")
-    add("--rows", type=int, metavar="N", help="rows of a batch, over all replicas; as many as the function's batch")
-    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    _add_rows(add)
     _add_options(parser)
+
+
+def _add_rows(add: Callable[..., argparse.Action]) -> None:
+    add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
+    add("--rows", type=int, metavar="N", help="rows of a batch, over all replicas; as many as the function's batch")
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
@@ -581,7 +606,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal without "×" must not raise
     try:
         try:
-            args = _parser().parse_args(arguments)
+            args = _parsed(sys.argv[1:] if arguments is None else arguments)
             args.run(args)
         finally:
             if sys.stdout is not None:

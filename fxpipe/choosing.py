@@ -128,6 +128,48 @@ class _Fitting(PreviewArguments):
     shows_nearest = False
 
 
+class RepeatedExample:
+    """The example of a call, as a batch with any number of rows.
+
+    ``inputs``: by name; ``rows``: how many the example has. RunError without an example, or if its rows cannot be
+    repeated.
+    """
+
+    def __init__(self, given: ChooseArguments | PreviewArguments) -> None:
+        check_model(given.model, given)
+        if isinstance(given.model, StageGraph):
+            raise RunError(
+                "rows are repeated for a model, and this is a StageGraph; give fxpipe.preview a batch of all rows"
+            )
+        if not given.has_example:
+            raise RunError("repeating rows needs the shapes of a batch: pass example_args= or example_kwargs=")
+        if rules := counted(given.batch_dim):
+            raise RunError(f"the rows of the example cannot be repeated: batch_dim= packs {', '.join(rules)}")
+        signature = Request.signature(given.model, given.loss_fn)
+        try:
+            bound = bind(signature, tuple(given.example_args or ()), given.example_kwargs or {})
+        except TypeError as error:
+            hint = about_target(given.loss_fn, error)
+            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}{hint}") from None
+        self.rows = row_count(describe(bound), given.batch_dim, counts_of(bound, given.batch_dim)) or 1
+        self.inputs, self._batch_dim = bound, given.batch_dim
+
+    def batch(self, rows: int) -> dict[str, Any]:
+        """The inputs with this number of rows, at least 1: the example's own rows, again and again."""
+        check(RunError, _KINDS, rows=rows)
+
+        def repeated(tensor: Tensor, dim: int) -> Tensor:
+            have = tensor.shape[dim]
+            return tensor.index_select(dim, torch.arange(rows, device=tensor.device) % have)
+
+        batch = dict(self.inputs)
+        for name, value in batch.items():
+            rule = rule_of(self._batch_dim, name, value)
+            if type(rule) is InRows:
+                batch[name] = pytree.tree_map_only(Tensor, partial(repeated, dim=rule.dim), value)
+        return batch
+
+
 class _Choosing:
     """One call of ``choose``."""
 
@@ -142,46 +184,13 @@ class _Choosing:
         self.options = {name: value for name, value in values.items() if value is not default[name]}
         for name in ("example_args", "example_kwargs", "hardware", "microbatches", "zero", "recompute", "offload"):
             self.options.pop(name, None)
-        self.example = self._bound()
-        self.rows = given.rows or self._rows
+        self.example = RepeatedExample(given)
+        self.rows = given.rows or self.example.rows
         self._costed = dict[int, tuple[Plans, Stepping]]()
         self._work = cache(self._work_of)
         self.estimates = Estimates(self._work, self._static, self._uneven, self.hardware, given.schedule)
         self.plans = dict[GridPlan, ChosenPlan]()
         self.refused = dict[GridPlan, FxpipeError]()
-
-    def _bound(self) -> dict[str, Any]:
-        """The example's inputs by name. RunError without an example, or if its rows cannot be repeated."""
-        given = self.given
-        check_model(given.model, given)
-        if isinstance(given.model, StageGraph):
-            raise RunError("choose traces a model, and a StageGraph is cut already; call fxpipe.preview for it")
-        if not given.has_example:
-            raise RunError("choose needs the shapes of a batch: pass example_args= or example_kwargs=")
-        if rules := counted(given.batch_dim):
-            raise RunError(f"choose repeats the rows of the example, and batch_dim= packs {', '.join(rules)}")
-        signature = Request.signature(given.model, given.loss_fn)
-        try:
-            bound = bind(signature, tuple(given.example_args or ()), given.example_kwargs or {})
-        except TypeError as error:
-            hint = about_target(given.loss_fn, error)
-            raise RunError(f"example_args= and example_kwargs= are no batch of the model: {error}{hint}") from None
-        self._rows = row_count(describe(bound), given.batch_dim, counts_of(bound, given.batch_dim)) or 1
-        return bound
-
-    def _batch(self, rows: int) -> dict[str, Any]:
-        """The example with another number of rows: its own rows, again and again."""
-
-        def repeated(tensor: Tensor, dim: int) -> Tensor:
-            have = tensor.shape[dim]
-            return tensor.index_select(dim, torch.arange(rows, device=tensor.device) % have)
-
-        batch = dict(self.example)
-        for name, value in batch.items():
-            rule = rule_of(self.given.batch_dim, name, value)
-            if type(rule) is InRows:
-                batch[name] = pytree.tree_map_only(Tensor, partial(repeated, dim=rule.dim), value)
-        return batch
 
     # 1. the grid
 
@@ -261,7 +270,7 @@ class _Choosing:
         axes = [(name, size) for name, size in plan.axes if size > 1 or name == "pipe" or name in self.given.axes]
         try:
             topology = Topology(axes, self.given.ranks_per_node)
-            batch = self._batch(plan.rows * plan.microbatches)
+            batch = self.example.batch(plan.rows * plan.microbatches)
             arguments_of = PreviewArguments if nearest else _Fitting
             arguments = arguments_of(self.given.model, topology, **self.options, **ours, example_kwargs=batch)
             plans, stepping, parts = previewed_plans(arguments, self.known)

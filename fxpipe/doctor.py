@@ -30,6 +30,7 @@ from fxpipe.distributed.transport import failing_together
 from fxpipe.errors import RunError, describe_error, printable
 from fxpipe.hardware import DEVICE, Hardware, measure, name_of_this_device, sheet_of
 from fxpipe.policies import Checks
+from fxpipe.progress import progress
 from fxpipe.run.forward_backward import ForwardBackward
 from fxpipe.schedules.comparison import compare
 from fxpipe.small_file import write_whole
@@ -88,7 +89,7 @@ class Doctor:
 
     def _run(self, name: str, part: Callable[[Figures], None]) -> dict[str, Any]:
         start, figures, error = time.perf_counter(), Figures(), ""
-        with announced(f"doctor: {name}"):
+        with announced(f"doctor: {name}"), progress(f"checking {name}"):
             try:
                 part(figures)
             except Exception as failure:

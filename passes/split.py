@@ -101,7 +101,8 @@ def split(program: Program) -> StageGraph:
             )
         )
     stages = varying_marked(program, stages)  # 6. messages that may change
-    lost = [f"{name} could not: {why.splitlines()[0]}" for name, why in program.refusals]
+    # The fact alone: another tracer has captured the model, so that the advice after the semicolon needs no answer.
+    lost = [f"{name} could not: {why.splitlines()[0].partition('; ')[0]}" for name, why in program.refusals]
     origin = "\n".join([f"the {program.tracer} tracer", *lost])
     written = names_of_written(program)
     last = stages[whole.output_stage]

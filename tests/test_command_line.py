@@ -443,6 +443,16 @@ def test_preview_takes_options_from_the_function_and_words_go_ahead_of_them(call
 
 
 @pytest.mark.usefixtures("makers")
+def test_preview_repeats_the_rows_of_the_functions_batch(called: Run) -> None:
+    text = printed(called("preview", "makers_of_models:both", *TWO, "--rows", "72"))
+    import makers_of_models
+
+    topology, whole = Topology([("pipe", 2), ("data", 2)]), torch.zeros(72, 8, device="meta")
+    wanted = fxpipe.preview(makers_of_models.Loss(), topology, boundaries=["layers.2"], example_args=(whole,))
+    assert text.rstrip() == str(wanted).rstrip()
+
+
+@pytest.mark.usefixtures("makers")
 def test_preview_takes_hardware_from_a_file(tmp_path: Path, called: Run) -> None:
     figures = {"flops": 1e9, "flops_16": 1e9, "bandwidth": 1e9, "link": 1e6}
     (tmp_path / "here.json").write_text(json.dumps(figures))
@@ -475,7 +485,7 @@ FOUR, WORKED_EXAMPLE = ("--stages", "4"), ("show", "1f1b", *EDGES, "-m", "8")
 USAGE: dict[str, Sequence[str]] = {
     "FAMILY_OR_CSV": ("show",),
     "which stages? write --stages 4 for a chain, or --edges 0-1,1-4,2-3,3-4": ("show", "1f1b"),
-    "--comm-cost": ("show", "1f1b", *FOUR, "--comm-cost", "1"),
+    "unknown option --comm-cost": ("show", "1f1b", *FOUR, "--comm-cost", "1"),
     "invalid int value: 'four'": ("show", "1f1b", "--stages", "four"),
     "invalid costs value: '1,'": ("show", "1f1b", *FOUR, "--forward", "1,"),
     "invalid edges value: '0>1'": ("show", "1f1b", "--edges", "0>1"),
@@ -515,6 +525,9 @@ REFUSED: dict[str, Sequence[str]] = {
             "makers_of_models:unread failed: FileNotFoundError: [Errno 2]": "makers_of_models:unread",
             "hardware is 'h1000'; write one of v100": "makers_of_models:model --hardware h1000",
             "optimizer is 'adamv', which torch.optim has not": "makers_of_models:both --optimizer adamv",
+            "rows is 0; it is a whole number of at least 1": "makers_of_models:both --rows 0",
+            "the rows of the example cannot be repeated": "makers_of_models:with_options --rows 8",
+            "repeating rows needs the shapes of a batch": "makers_of_models:model --rows 8",
         }.items()
     },
 }
@@ -533,3 +546,19 @@ def test_what_is_wrong_is_told_with_its_exit_code(fact: str, called: Run, tmp_pa
         message, beginning = told(called(*REFUSED[fact]), 1), "fxpipe: "
     assert message.startswith(beginning)
     assert fact in " ".join(message.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        ("preview --pip 2", 'unknown option --pip; did you mean "--pipe"?'),
+        ("preview --foo=1", "unknown option --foo"),
+        ("topology pipe=2 data=4", "unrecognized arguments: data=4"),
+        ("show 1f1b -z 4", "unrecognized arguments: -z 4"),
+    ],
+)
+def test_what_a_command_does_not_know_is_told_with_its_usage(words: str, end: str, called: Run) -> None:
+    message = told(called(*words.split()), 2)
+    command = f"python -m fxpipe {words.split()[0]}"
+    assert message.startswith(f"usage: {command} ")
+    assert message.endswith(f"{command}: error: {end}\n")

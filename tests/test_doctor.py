@@ -22,6 +22,7 @@ from fxpipe.__main__ import main
 from fxpipe.compiler import compile
 from fxpipe.doctor import verdict
 from fxpipe.hardware import sheet_of
+from fxpipe.progress import progress
 from fxpipe.run.forward_backward import ForwardBackward
 from tests import simulated_gpu
 from tests.device import DEVICE
@@ -159,11 +160,16 @@ def test_a_part_that_fails_on_a_rank_names_itself_and_stops_no_other(
     assert re.search(r"FAILED .*ValueError: a loose cable, ranks \[1\]", printed, re.DOTALL)
 
 
-def test_one_process_has_no_links(tmp_path: Path) -> None:
+def test_one_process_has_no_links_and_a_part_that_takes_long_shows_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown, enter = list[str](), progress.__enter__
+    monkeypatch.setattr(progress, "__enter__", lambda self: (shown.append(str(self)), enter(self))[1])
     path = tmp_path / "doctor.json"
     code, printed, found = doctor(path)
     assert code == 0
     assert list(found["parts"]) == ["versions", "nodes", "device", "plain", "pipeline", "overlap"]
+    assert [what for what in shown if what.startswith("checking ")] == [f"checking {part}" for part in found["parts"]]
     assert figures(found, "pipeline")[0]["beside plain PyTorch"] == "equal bits"
     assert "links need several processes" in printed
     assert Hardware.read(path).link is None

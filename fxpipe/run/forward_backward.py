@@ -603,7 +603,8 @@ class ForwardBackward:
                 if name[0] == "_"
                 else _ELSEWHERE.get(name) or nearest(name, [other for other in dir(type(self)) if other[0] != "_"])
             )
-            raise AttributeError(f"forward_backward has no {name!r}{hint}", name=name, obj=self)
+            # Without name=, Python prints no suggestion of its own, which would contradict the hint.
+            raise AttributeError(f"forward_backward has no {name!r}{hint}", obj=self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError(

@@ -129,6 +129,23 @@ def test_auto_tells_which_tracer_it_was_and_asks_for_an_example_where_symbolic_r
     *_, which, why = str(compiled("auto").stages).splitlines()
     assert which == "captured by the export tracer, checked against the model on 2 micro-batches"
     assert why.startswith("symbolic could not: ")
+    assert "; " not in why  # advice would ask for what another tracer has made needless
+
+
+def test_where_another_tracer_captures_the_line_asks_for_no_example() -> None:
+    class Asks(Layers):
+        names, width = "first second", WIDTH
+
+        def forward(self, x: Tensor | list[Tensor]) -> Tensor:
+            h = self.first(x if isinstance(x, Tensor) else x[0])
+            return self.second(stage_boundary(h, name="second")).square().mean()
+
+    example = (torch.ones(2, WIDTH),)
+    *_, why = str(
+        fxpipe.compile(Asks(), fxpipe.Topology([("pipe", 2)]), microbatches=1, example_args=example).stages
+    ).splitlines()
+    fact = "forward asks for the class of a value, as isinstance does, which a symbolic trace does not know"
+    assert why == f"symbolic could not: {fact}"
     with pytest.raises(fxpipe.TraceError, match=r"(?s)symbolic: .*pass example_args= or example_kwargs="):
         fxpipe.compile(model(), fxpipe.Topology([("pipe", 3)]), microbatches=4)
 

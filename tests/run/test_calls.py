@@ -1,10 +1,13 @@
-"""Calls: how many functions of fxpipe's own a steady step costs: each micro-batch, and a step of two replicas."""
+"""Calls: how many functions of fxpipe's own a steady step costs: each micro-batch, and a step of two replicas. And a
+call of what is not there."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -38,3 +41,13 @@ def test_a_micro_batch_of_one_stage_calls_few_functions() -> None:
 def test_a_step_of_two_replicas_calls_few_functions(pool: Pool) -> None:
     """With one micro-batch; 534 of Python 3.11."""
     assert max(pool.run(calls_of_a_step, 1, 2, ranks=2)) <= 535
+
+
+def test_a_name_that_is_not_there_has_one_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    """Python adds one of its own, "_steps", to an error that has the name and the object."""
+    step = fxpipe.compile(nn.Linear(8, 8), fxpipe.Topology([("pipe", 1)]), loss_fn=mean_square)
+    try:
+        step.steps  # type: ignore[attr-defined]  # noqa: B018
+    except AttributeError:
+        sys.__excepthook__(*sys.exc_info())  # type: ignore[arg-type]
+    assert re.findall("[Dd]id you mean.*", capsys.readouterr().err) == ['did you mean "stages"?']
