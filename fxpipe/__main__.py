@@ -441,7 +441,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the command line, and those of its commands. Arguments have ``run``, the function of the command.
+    """The parsers of the command line and of its commands. Arguments have ``run``, the function of the command.
 
     The help is in docstrings, of this module and of the commands' functions: a summary, then examples. Python has none
     of it under ``-OO``.
