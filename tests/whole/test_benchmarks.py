@@ -162,7 +162,7 @@ def ends_alike_and_does_not_grow(printed: str) -> None:
 
 CASES = [
     Case("compatibility.py --only ViT --page page.md", r"^ViT: export as it comes \S+ \S+ s$"),
-    Case("choose.py llama_7b --ranks 8 --preview", r"\n +1 +8 +8 x 1 +1 node +3\.97 s (?s:.*), the same figures\n$"),
+    Case("choose.py llama_7b --ranks 8 --preview", r"\n +1 +8 +8 x 1 +1 node +3\.97 s (?s:.*), the same figures\n"),
     Case("compile_cost.py actions --divided 500", grown("actions, 1f1b, 8 ranks", "actions, zb_h1, 8 ranks")),
     Case("compile_cost.py nodes --divided 100", grown("nodes, symbolic", "nodes, export", "nodes, record")),
     Case("compile_cost.py stages --divided 4", grown("stages, a rank each", "stages on 4 ranks"), long=True),
