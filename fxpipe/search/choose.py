@@ -464,7 +464,7 @@ class Balancing:
             ranks, schedule = (self.topology.size("pipe"), pattern.microbatches), self.options.schedule
             placement = self.placement_of(len(program.stage_names)) if program.stage_names else None
             recut = self.finds_cuts and self.found is None
-            how = self.options.recompute, True, recut, None if recut else placement
+            again, ranks_of_stages = self.options.recompute, None if recut else placement
             # Offload decides later how much of the activations is on the device.
             within = self.memory is not None
             limit = (self.options.device.memory, costs.account) if within else None
@@ -472,7 +472,8 @@ class Balancing:
             def best(program: Program, memory: float | None) -> Balanced:
                 work = None if program.stage_of and not recut else self.blocks(program, pattern, shape)
                 costs = self.costs(program, pattern, shape)
-                return balance(program, *ranks, costs, schedule, memory if within else None, *how, work)
+                most = memory if within else None
+                return balance(program, *ranks, costs, schedule, most, again, True, recut, ranks_of_stages, work)
 
             def fitting(memory: float | None) -> Balanced:
                 try:
@@ -486,7 +487,7 @@ class Balancing:
                         raise min(error, other, key=attrgetter("least_bytes")) from None
 
             counted = self._key(program, pattern, shape, False)
-            key = counted, *ranks, schedule, limit, how, layered is None
+            key = counted, *ranks, schedule, limit, again, recut, ranks_of_stages, layered is None
             balanced = self.once(key, lambda: self.options.within_memory(fitting))
         if balanced.others and self.known is None:
             log(str(balanced))
