@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -431,7 +432,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     command = commands.get(words[0]) if words else None
     if command is None:
         return whole.parse_args(words)
-    options = [option for option in command._option_string_actions if option.startswith("--")]
+    options = re.findall(r"--[a-z0-9-]+", command.format_help())
     for word in itertools.takewhile(lambda word: word != "--", words[1:]):
         option = word.partition("=")[0]
         if option.startswith("--") and option not in options:  # first: argparse first says which others are missing

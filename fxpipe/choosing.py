@@ -322,7 +322,7 @@ class _Choosing:
         assert shown.shape is not None
         count, work = 4 * pipe, balancing.blocks(program, shown, shown.shape)
         seconds = least_seconds(program, work, pipe, count, schedule)
-        return seconds / self.estimates.of_equal_stages(self._work(rows), pipe, count)
+        return max(seconds / self.estimates.of_equal_stages(self._work(rows), pipe, count), 1.0)
 
     def choice(self) -> Choice:
         """The plans in order."""
@@ -350,11 +350,13 @@ class _Choosing:
 
     def _ways_left(self, plans: Sequence[GridPlan]) -> dict[str, float]:
         """``recompute`` and ``offload`` → the least estimate of these plans' seconds."""
-        least = dict[str, float]()
+        ways: dict[str, list[GridPlan]] = {}
         for plan in plans:
             pairs = (("recompute", plan.recompute), ("offload", plan.offload))
             way = ", ".join(f"{name}={value!r}" for name, value in pairs if value is not False) or "neither"
-            least[way] = min(self.estimates.seconds(plan), least.get(way, math.inf))
+            ways.setdefault(way, []).append(plan)
+        fastest = {way: self.estimates.fastest(some) for way, some in ways.items()}
+        least = {way: self.estimates.seconds(plan) for way, plan in fastest.items() if plan is not None}
         return dict(sorted(least.items(), key=itemgetter(1)))
 
     def _search(self, waiting: list[GridPlan]) -> list[GridPlan]:
@@ -366,7 +368,7 @@ class _Choosing:
             fitting = [plan for plan in waiting if self.estimates.bytes(plan) <= memory]
             done = [each for each in self.plans.values() if each.fits]
             best = min((each.seconds for each in done), default=math.inf)
-            plan = min(fitting, key=self.estimates.seconds, default=None)
+            plan = self.estimates.fastest(fitting)
             if plan is None or self.estimates.seconds(plan) >= (1 - LITTLE) * best:
                 break
             waiting.remove(plan)

@@ -102,9 +102,8 @@ def compile(given: CompileArguments) -> ForwardBackward:  # noqa: D417  (the par
             more stages than ranks or a limit of memory: the lowest simulated step time at costs by shapes; without an
             example, topological order, balanced by parameters.
         recompute: stages that keep only their inputs, and run their forward again (R in the table) for their backward:
-            True (where this saves memory), names, or "auto" (as few as fit the memory of ``hardware``, each whole or by
-            layers). "layers", or names of submodules: each call of a layer does so by itself. See
-            examples/recomputation.md.
+            True (where this saves memory), names, or "auto" (as few as fit ``hardware``, whole or by layers). "layers",
+            or names of submodules: each call of a layer does so by itself. See examples/recomputation.md.
         offload: stages whose activations wait in the host's memory for their backward: True (where this saves memory
             and a step takes at most 0.1 % longer), a list of names, or "auto" (as few as fit the memory of
             ``hardware``). See examples/memory.md.

@@ -9,7 +9,7 @@ were simulated say it more exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -152,6 +152,17 @@ class Estimates:
             return self._least(plan) * factor
         # How long ranks wait for recomputation and copies is known from other pipelines only.
         return self._least(plan) * self._uneven(plan.pipe) * self._longer.get((plan.recompute, plan.offload), 1.0)
+
+    def fastest(self, plans: Iterable[GridPlan]) -> GridPlan | None:
+        """The plan with the least estimate of its seconds; None without plans. Bounds of cuts, which take long for many
+        ranks, are computed only where the plan may be the fastest without them."""
+        best, least = None, math.inf
+        for plan in sorted(plans, key=self._least):
+            if self._least(plan) >= least:
+                break
+            if (seconds := self.seconds(plan)) < least:
+                best, least = plan, seconds
+        return best
 
     def learn(self, plan: GridPlan, seconds: float) -> None:
         """Notes the seconds of a plan that was simulated."""
