@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,10 @@ LONG = """
 """Published models, benchmarks, the loops of examples/, ranks that are killed, runs that are resumed, random cases: a
 third of the suite's time. A run of the whole suite leaves them to ``-m long``, which ``.ci/run`` runs as well."""
 
+MOST_SECONDS = float(os.environ.get("FXPIPE_MOST_SECONDS", "inf"))
+"""How long a run begins tests. Later tests are skipped, and the summary says so."""
+BEGAN = time.monotonic()
+
 os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
 """torch asks for the name of each address that it connects to: 5 s wherever a name server does not answer."""
 sys.dont_write_bytecode = False  # the other processes of the suite, some hundred, need not compile fxpipe again
@@ -273,6 +278,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("gpu")
         if "pool" in getattr(item, "fixturenames", ()) or (call and "distributed" in call.params.values()):
             item.add_marker("processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - BEGAN > MOST_SECONDS:
+        pytest.skip(f"the {MOST_SECONDS:.0f} seconds of FXPIPE_MOST_SECONDS are over")
 
 
 def _is_whole_suite(config: pytest.Config) -> bool:
