@@ -516,7 +516,7 @@ def _add_preview(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("ranks, the pipeline outermost, and rows").add_argument
     add("--pipe", type=int, required=True, metavar="N", help="ranks of a pipeline")
     add("--data", type=int, default=1, metavar="N", help="replicas; 1")
-    _add_rows(add)
+    _add_nodes_and_rows(add)
     _add_options(parser)
     parser.add_argument("--json", metavar="PATH", help="write the figures")
 
@@ -525,11 +525,11 @@ def _add_choose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="MODULE:FUNCTION", help="what makes the model and a batch, of any rows")
     add = parser.add_argument_group("ranks and rows").add_argument
     add("--ranks", type=int, required=True, metavar="N", help="how many")
-    _add_rows(add)
+    _add_nodes_and_rows(add)
     _add_options(parser)
 
 
-def _add_rows(add: Callable[..., argparse.Action]) -> None:
+def _add_nodes_and_rows(add: Callable[..., argparse.Action]) -> None:
     add("--ranks-per-node", type=int, metavar="N", help="how many reach each other fast; all")
     add("--rows", type=int, metavar="N", help="rows of a batch, over all replicas; as many as the function's batch")
 

@@ -282,7 +282,8 @@ class _Choosing:
             return None
         if preview.seconds is None:
             raise RunError("choose compares seconds, and the costs of this model are not known from its shapes")
-        if plan.rows not in self._costed or plan.recompute == AUTO:  # its capture has checkpointed layers, too
+        # A capture for "auto" also has checkpointed layers, whose bytes the estimates of such plans need.
+        if plan.rows not in self._costed or (plan.recompute == AUTO and self._costs_of(plan.rows)[2] is None):
             self._costed[plan.rows] = plans, stepping
             self._work.cache_clear()
         return ChosenPlan(topology, ours, self.options, preview, plan.rows, self.hardware.memory)

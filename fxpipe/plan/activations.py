@@ -60,8 +60,7 @@ def marked(choice: Choice, kind: Kept) -> tuple[bool, ...]:
 def marks_of(graph: StageGraph) -> dict[str, Kept]:
     """Returns the mark of each stage of a plan, by the stages' names."""
     marks = dict.fromkeys(graph.names, KEEP)
-    kinds = (HOST, graph.offloaded), (AGAIN, graph.recomputed), (BY_LAYERS, graph.by_layers)
-    for kind, names in kinds:
+    for kind, names in (HOST, graph.offloaded), (AGAIN, graph.recomputed), (BY_LAYERS, graph.by_layers):
         marks |= dict.fromkeys(names, kind)
     return marks
 
@@ -98,14 +97,14 @@ def searched_choice(options: Options, graph: StageGraph, make: Make, work: Stage
         PartitionError: an option names a stage that does not exist.
     """
     again, host = _both_named(options, graph)
-    is_auto, none = options.recompute == AUTO, frozenset[str]()
+    is_auto = options.recompute == AUTO
     layers = frozenset(stage.name for stage in graph if stage.by_layers is not None)
-    kinds = {AGAIN: again if is_auto else none, BY_LAYERS: layers if is_auto else none, HOST: host}
+    kinds = {AGAIN: again, BY_LAYERS: layers, HOST: host} if is_auto else {HOST: host}
     wanted = {kind: names for kind, names in kinds.items() if names}
     searches = [{kind: names} for kind, names in wanted.items()]
     if wanted.keys() >= {AGAIN, HOST}:
-        searches.append({kind: kinds[kind] for kind in (AGAIN, HOST)})
-    search = _Search(graph, make, work, memory, none if is_auto else again, [kind.value for kind in wanted])
+        searches.append({AGAIN: again, HOST: host})
+    search = _Search(graph, make, work, memory, () if is_auto else again, [kind.value for kind in wanted])
     found, refused = list[Choice](), list[DoesNotFit]()
     for some in searches:
         try:
